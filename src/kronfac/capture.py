@@ -1,0 +1,261 @@
+"""Hooks that watch a model: inputs in the forward pass, output gradients in the backward pass.
+
+A forward hook observes the input side at once and puts a tensor hook on the output, which survives
+in-place activations (full backward hooks do not). Capture happens when a factor step is due, the module
+is in training mode, gradients are enabled and the output requires one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from kronfac.config import Options
+from kronfac.layer_state import LayerState
+from kronfac.phases import Phases
+from kronfac.statistics import Pass
+
+
+class Capture:
+    """Collects what the layers of one model see, for one optimizer."""
+
+    def __init__(self, options: Options, phases: Phases) -> None:
+        self.options = options
+        self.phases = phases
+        self.due = True
+        self.scaler: torch.amp.GradScaler | None = None
+        self.passes: dict[Pass, None] = {}
+        self.edges: list[tuple[LayerState, Pass, GradientEdge]] = []
+        self._states: list[LayerState] = []
+        self._handles: list[RemovableHandle] = []
+        self._paused = 0
+        self._depth = 0
+        self._current: Pass | None = None
+        self._implicit: dict[int, Pass] = {}
+        self._backward_task = -1
+        self._unrecorded: dict[nn.Module, int] = {}
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def attach_layer(self, state: LayerState, module: nn.Module) -> None:
+        """Watch a module on behalf of a layer."""
+        if state not in self._states:
+            self._states.append(state)
+        hook = _Hook(partial(self._forward, state))
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def attach_model(self, model: nn.Module) -> None:
+        """Watch the outermost forward, which says how many samples there are."""
+        opening, closing = _Hook(self._open), _Hook(self._close)
+        self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
+        self._handles.append(
+            model.register_forward_hook(closing, with_kwargs=True, always_call=True)
+        )
+
+    def detach(self) -> None:
+        """Remove every hook and forget what is pending."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Observe nothing inside."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # --- the life of a step ---------------------------------------------------------------------
+
+    def clear_outputs(self) -> None:
+        """Forget output gradients, as ``zero_grad`` does with gradients."""
+        self.passes.clear()
+        for state in self._states:
+            state.pending.clear_outputs()
+
+    def clear(self) -> None:
+        """Forget everything that is pending."""
+        self.clear_outputs()
+        self.edges.clear()
+        self._implicit.clear()
+        self._unrecorded.clear()
+        for state in self._states:
+            state.pending.clear()
+
+    # --- forward --------------------------------------------------------------------------------
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.due:
+            first = _first_tensor((args, kwargs))
+            self._current = None if first is None else Pass(first.shape[0])
+            self._unrecorded.clear()
+
+    def _close(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        seen, self._current = self._current, None
+        if seen is None or self.options.loss_average != "token":
+            return
+        scores = _first_tensor(output, least_dim=2, needs_grad=True)
+        if scores is not None and not self._paused:
+            scores.register_hook(partial(_count_terms, seen))
+
+    def _forward(
+        self,
+        state: LayerState,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        if not self.due or self._paused or not module.training:
+            return
+        if not torch.is_grad_enabled():
+            self._unrecorded[module] = self._unrecorded.get(module, 0) + 1
+            return
+        if not output.requires_grad or not state.layer.weight.requires_grad:
+            return
+        if self._recomputing(module):
+            return
+        if state.layer.stale():
+            state.reset()
+        values = args if args else tuple(kwargs.values())
+        seen = self._current or self._implicit_pass(state, values[0])
+        with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+            self._observe_input(state, values, seen)
+        if self.options.fisher in ("mc", "exact"):
+            self.edges.append((state, seen, get_gradient_edge(output)))
+        elif self.options.fisher == "empirical":
+            output.register_hook(partial(self._backward, state, seen))
+
+    def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
+        with self.phases("observe-input"):
+            rows = state.layer.inputs(values)
+            if state.block.holds_rows and rows.samples != seen.samples:
+                state.fall_back_to_expand()
+            if state.block.holds_rows:
+                state.pending.hold_input(rows.summed(), rows.positions, seen)
+            else:
+                state.pending.add_input(state.block.observe_input(rows), rows.count)
+
+    def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
+        """Pass of a layer called outside the model's forward: its n-th call belongs to the n-th."""
+        index = state.pending.calls
+        state.pending.calls += 1
+        samples = x.shape[0] if x.dim() > 1 else 1
+        return self._implicit.setdefault(index, Pass(samples))
+
+    def _recomputing(self, module: nn.Module) -> bool:
+        """Whether this forward repeats one that was already observed (activation checkpointing).
+
+        A forward inside a backward is a recomputation. If the first run was without gradients
+        (reentrant checkpointing) it was not observed, and this one is the first that counts.
+        """
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return False
+        unrecorded = self._unrecorded.get(module, 0)
+        if unrecorded:
+            self._unrecorded[module] = unrecorded - 1
+        return unrecorded == 0
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def _backward(self, state: LayerState, seen: Pass, grad: Tensor) -> None:
+        if self._paused:
+            return
+        self._notice_cleared_gradients(state)
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            self.observe_output(state, seen, grad)
+
+    def observe_output(
+        self,
+        state: LayerState,
+        seen: Pass,
+        grad: Tensor,
+        draw: int = 0,
+        weight: float = 1.0,
+        scaled: bool = True,
+    ) -> None:
+        """Add the gradient of one call's output.
+
+        ``weight`` multiplies it in a mean over draws; ``scaled`` says that it carries the factor of a
+        gradient scaler.
+        """
+        with self.phases("observe-output"):
+            self.passes[seen] = None
+            if scaled:
+                grad = self._unscale(grad, state.layer.factor_dtype)
+            rows = state.layer.outputs(grad)
+            if state.block.holds_rows:
+                state.pending.hold_output(rows.summed() * weight, seen, draw)
+                return
+            found = state.block.observe_output(rows)
+            if weight != 1:
+                for name, value in found.items():
+                    value.mul_(weight ** state.block.statistics[name].degree)
+            state.pending.add_output(found, seen)
+
+    def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Undo a gradient scaler's factor without reading it back."""
+        scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
+        return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
+
+    def _notice_cleared_gradients(self, state: LayerState) -> None:
+        """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
+        task = torch._C._current_graph_task_id()
+        if task == self._backward_task:
+            return
+        self._backward_task = task
+        if state.pending.has_outputs and state.layer.weight.grad is None:
+            self.clear_outputs()
+
+
+class _Hook:
+    """A hook that a copied or unpickled model carries along without any effect."""
+
+    def __init__(self, target: Any = None) -> None:
+        self._target = target
+
+    def __call__(self, *args: Any) -> None:
+        if self._target is not None:
+            self._target(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:
+    """First tensor in nested containers that has enough dimensions (and a gradient to come)."""
+    if isinstance(value, Tensor):
+        fits = value.dim() >= least_dim and (value.requires_grad or not needs_grad)
+        return value if fits else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            found = _first_tensor(item, least_dim, needs_grad)
+            if found is not None:
+                return found
+    return None
+
+
+def _count_terms(seen: Pass, grad: Tensor) -> None:
+    """Loss terms are the output positions that receive a gradient: masked ones receive none."""
+    seen.terms = (grad.detach() != 0).any(-1).sum().to(torch.float64)

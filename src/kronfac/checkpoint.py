@@ -1,0 +1,153 @@
+"""K-FAC state inside the base optimizer's ``state_dict``: keyed by parameter, matched by name.
+
+Every tensor of a layer sits in the entry of the layer's weight under a ``kronfac.*`` key, beside what
+the base optimizer keeps there; names and shapes of all parameters sit in ``param_groups``. Only tensors,
+numbers, strings and lists are saved, so ``torch.load(..., weights_only=True)`` reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronfac.layer_state import LayerState
+
+PREFIX = "kronfac."
+_NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
+_NEVER = -1
+
+
+def merge(
+    base: dict[str, Any],
+    names: list[list[str]],
+    shapes: list[list[list[int]]],
+    entries: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Add our entries, keyed by parameter name, to a base optimizer's state dict."""
+    groups = []
+    state = {key: dict(value) for key, value in base["state"].items()}
+    for group, group_names, group_shapes in zip(base["param_groups"], names, shapes, strict=True):
+        groups.append({**group, _NAMES: group_names, _SHAPES: group_shapes})
+        for index, name in zip(group["params"], group_names, strict=True):
+            if name in entries:
+                state.setdefault(index, {}).update(entries[name])
+    return {**base, "state": state, "param_groups": groups}
+
+
+def split(
+    saved: Mapping[str, Any], names: list[list[str]], shapes: list[list[list[int]]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]] | None]:
+    """Separate a state dict into the base optimizer's and ours, keyed by parameter name.
+
+    Parameters are matched by name, so that a change of their order does no harm. The second part is
+    ``None`` for a checkpoint that a plain optimizer wrote.
+    """
+    groups = [dict(group) for group in saved["param_groups"]]
+    if not all(_NAMES in group for group in groups):
+        return {**saved, "param_groups": groups}, None
+    _check_match(groups, names, shapes)
+    state: dict[int, dict[str, Any]] = {}
+    ours: dict[str, dict[str, Any]] = {}
+    start = 0
+    for group, current in zip(groups, names, strict=True):
+        where = dict(zip(group.pop(_NAMES), group["params"], strict=True))
+        del group[_SHAPES]
+        group["params"] = list(range(start, start + len(current)))
+        for index, name in zip(group["params"], current, strict=True):
+            entry = saved["state"].get(where[name], {})
+            theirs = {key: value for key, value in entry.items() if not _is_ours(key)}
+            if theirs:
+                state[index] = theirs
+            ours[name] = {
+                key.removeprefix(PREFIX): value for key, value in entry.items() if _is_ours(key)
+            }
+        start += len(current)
+    return {**saved, "state": state, "param_groups": groups}, ours
+
+
+def _is_ours(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith(PREFIX)
+
+
+def _check_match(
+    groups: list[dict[str, Any]], names: list[list[str]], shapes: list[list[list[int]]]
+) -> None:
+    if len(groups) != len(names):
+        raise ValueError(
+            f"the checkpoint has {len(groups)} parameter groups, this optimizer has {len(names)}; "
+            "build the base optimizer with the same groups before loading."
+        )
+    problems = []
+    for number, (group, here, sizes) in enumerate(zip(groups, names, shapes, strict=True)):
+        saved = dict(zip(group[_NAMES], group[_SHAPES], strict=True))
+        problems += [f"{name!r} is not in the checkpoint" for name in here if name not in saved]
+        problems += [f"{name!r} is not in group {number}" for name in saved if name not in here]
+        problems += [
+            f"{name!r} is {tuple(saved[name])} in the checkpoint and {tuple(size)} here"
+            for name, size in zip(here, sizes, strict=True)
+            if name in saved and tuple(saved[name]) != tuple(size)
+        ]
+    if problems:
+        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise ValueError(f"the checkpoint does not fit this model: {shown}.")
+
+
+def layer_entry(state: LayerState) -> dict[str, Any]:
+    """Return what is saved of one layer, without the prefix."""
+    entry: dict[str, Any] = {}
+    for name, running in state.running.items():
+        if running.sum is not None:
+            entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
+    for name, value in (state.solution or {}).items():
+        entry[f"solution.{name}"] = value
+    if state.momentum is not None:
+        entry["momentum"] = state.momentum
+    times = (state.solved_at, state.last_refresh)
+    numbers = [_NEVER if time is None else time for time in times]
+    numbers += [state.offset, state.failures, state.failures_in_a_row]
+    entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
+    if state.pending.dropped is not None:
+        entry["dropped"] = state.pending.dropped
+    return entry
+
+
+def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
+    """Restore one layer; tensors are copied, and keep their own precision."""
+    state.reset()
+    if "schedule" not in entry:
+        return
+    device = state.layer.weight.device
+
+    def read(key: str, shape: tuple[int, ...]) -> Tensor:
+        value: Tensor = entry[key]
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"layer {state.name!r}: {key} is {tuple(value.shape)} in the checkpoint and {shape} "
+                "here; load it with the same bias, max_dim, sharing and fisher as it was saved with."
+            )
+        return value.detach().to(device, copy=True)
+
+    for name, running in state.running.items():
+        if f"{name}.sum" in entry:
+            running.sum = read(f"{name}.sum", running.statistic.shape)
+            running.count = read(f"{name}.count", ())
+    if "momentum" in entry:
+        state.momentum = read("momentum", state.layer.matrix_shape)
+    if "dropped" in entry:
+        state.pending.dropped = read("dropped", ())
+    solved, last, state.offset, state.failures, state.failures_in_a_row = entry["schedule"].tolist()
+    shapes = state.block.solution_shapes
+    if all(f"solution.{name}" in entry for name in shapes):
+        state.solution = {name: read(f"solution.{name}", shape) for name, shape in shapes.items()}
+        state.solved_at = None if solved == _NEVER else solved
+        state.last_refresh = None if last == _NEVER else last
+    elif solved != _NEVER:
+        warnings.warn(
+            f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
+            "computed anew from the saved statistics at the next step.",
+            stacklevel=2,
+        )

@@ -1,0 +1,153 @@
+"""Options, checked where they are given: each error says what was wrong and what is supported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+Number = float | Callable[[int], float]
+Count = int | Callable[[int], int]
+Pattern = str | type[nn.Module]
+
+Fisher = Literal["empirical", "mc", "exact", "forward"]
+Sharing = Literal["expand", "reduce"]
+SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
+Rescale = Literal["kl-clip", "graft", "unit"]
+Missing = Literal["warn", "raise", "ignore"]
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "fisher": ("empirical", "mc", "exact", "forward"),
+    "sharing": ("expand", "reduce"),
+    "solver": ("auto", "eigen", "cholesky", "newton-schulz"),
+    "rescale": (None, "kl-clip", "graft", "unit"),
+    "on_missing": ("warn", "raise", "ignore"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does not change during training. Field meanings are those of :class:`kronfac.KFAC`."""
+
+    fisher: Fisher
+    sharing: Sharing
+    solver: SolverOption
+    momentum: float
+    nesterov: bool
+    rescale: Rescale | None
+    kl_clip: float
+    early_refresh: bool
+    stagger: bool
+    max_dim: int
+    loss_average: Literal["batch", "token"] | float | None
+    include: tuple[Pattern, ...]
+    exclude: tuple[Pattern, ...]
+    on_missing: Missing
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                supported = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={value!r} is not supported; choose one of {supported}.")
+        for name in ("nesterov", "early_refresh", "stagger"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum!r} must be a number in [0, 1).")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov=True needs momentum > 0; give momentum=0.9, for example.")
+        check_positive("kl_clip", self.kl_clip)
+        check_count("max_dim", self.max_dim)
+        self._check_loss_average()
+        for name in ("include", "exclude"):
+            for pattern in getattr(self, name):
+                if not isinstance(pattern, str) and not (
+                    isinstance(pattern, type) and issubclass(pattern, nn.Module)
+                ):
+                    raise ValueError(
+                        f"{name} holds {pattern!r}; give name patterns such as 'layer1.*' or "
+                        "module types such as torch.nn.Linear."
+                    )
+
+    def _check_loss_average(self) -> None:
+        value = self.loss_average
+        if value is None or value in ("batch", "token"):
+            return
+        if not _is_real(value) or not 0 < float(value) < math.inf:
+            raise ValueError(
+                f"loss_average={value!r} is not supported; choose 'batch', 'token', None for a "
+                "summed loss, or the positive number that the loss was divided by."
+            )
+
+
+class Schedules:
+    """The hyperparameters that may change: numbers or callables of the step number."""
+
+    def __init__(self, damping: Number, factor_every: Count, refresh_every: Count, decay: Number):
+        self._values: dict[str, Any] = {}
+        self.set("damping", damping)
+        self.set("factor_every", factor_every)
+        self.set("refresh_every", refresh_every)
+        self.set("decay", decay)
+
+    def set(self, name: str, value: Any) -> None:
+        """Replace a hyperparameter by a number or a callable of the step number."""
+        if not callable(value):
+            _CHECKS[name](name, value)
+        self._values[name] = value
+
+    def get(self, name: str) -> Any:
+        """Return the number or the callable, as it was given."""
+        return self._values[name]
+
+    def at(self, name: str, step: int) -> Any:
+        """Return the value at a step; what a callable returns is checked as a number would be."""
+        value = self._values[name]
+        if not callable(value):
+            return value
+        result = value(step)
+        _CHECKS[name](f"{name}(step={step})", result)
+        return result
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a positive finite number."""
+    if not _is_real(value) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name}={value!r} must be a positive finite number.")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a whole number of at least one."""
+    if not _is_real(value) or value != value // 1 or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number in [0, 1]."""
+    if not _is_real(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number in [0, 1].")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "damping": check_positive,
+    "factor_every": check_count,
+    "refresh_every": check_count,
+    "decay": check_fraction,
+}
+
+
+def as_patterns(value: Pattern | Sequence[Pattern] | None) -> tuple[Pattern, ...]:
+    """Accept one pattern, several or none."""
+    if value is None:
+        return ()
+    if isinstance(value, str | type):
+        return (value,)
+    return tuple(value)

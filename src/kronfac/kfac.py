@@ -1,0 +1,143 @@
+"""``kronfac.KFAC``, the optimizer that users hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kronfac.config import (
+    Count,
+    Fisher,
+    Missing,
+    Number,
+    Options,
+    Pattern,
+    Rescale,
+    Schedules,
+    Sharing,
+    SolverOption,
+    as_patterns,
+)
+from kronfac.layers import Layer
+from kronfac.methods.kfac import KFACBlock
+from kronfac.optimizer import Preconditioned
+from kronfac.selection import Selection
+
+
+class KFAC(Preconditioned):
+    """Kronecker-factored approximate curvature in front of any base optimizer.
+
+    Args:
+        model: the model to watch: plain or wrapped.
+        base_optimizer: what takes the step: SGD, AdamW, RMSprop, NAdam, ...
+        damping: γ in ``(G ⊗ A + γI)⁻¹``, in units of the loss's curvature.
+        factor_every: steps between updates of the statistics.
+        refresh_every: steps between renewals of the solutions.
+        decay: weight of the old statistics at each update; 0 keeps the newest, 1 is a plain mean.
+        fisher: where output gradients come from: ``"empirical"`` (the loss), ``"mc"`` or ``"exact"``
+            (the model's own distribution, see :meth:`observe`), ``"forward"`` (none: ``G = I``).
+        sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
+        solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators);
+            ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond.
+        momentum: heavy ball taken before preconditioning; the base then usually has none.
+        nesterov: look ahead with it.
+        rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
+            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm).
+        kl_clip: bound κ of ``rescale="kl-clip"``.
+        early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
+            8, ... of the first interval.
+        stagger: spread refreshes over the interval, so that no step is a spike.
+        max_dim: a side wider than this keeps only its diagonal.
+        loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
+            terms), a number, or ``None`` for a sum.
+        include: only these modules, by name pattern (``"layer1.*"``) or type.
+        exclude: not these modules.
+        on_missing: what to do about a layer with a gradient that was never observed: ``"warn"``,
+            ``"raise"`` or ``"ignore"``.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, if any; its factor is in what is observed.
+
+    ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,
+    and may be set as attributes later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base_optimizer: Optimizer,
+        *,
+        damping: Number = 1e-3,
+        factor_every: Count = 10,
+        refresh_every: Count = 100,
+        decay: Number = 0.95,
+        fisher: Fisher = "empirical",
+        sharing: Sharing = "expand",
+        solver: SolverOption = "auto",
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        rescale: Rescale | None = "graft",
+        kl_clip: float = 1e-3,
+        early_refresh: bool = True,
+        stagger: bool = False,
+        max_dim: int = 8192,
+        loss_average: Literal["batch", "token"] | float | None = "batch",
+        include: Pattern | Sequence[Pattern] | None = None,
+        exclude: Pattern | Sequence[Pattern] | None = None,
+        on_missing: Missing = "warn",
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        options = Options(
+            fisher=fisher,
+            sharing=sharing,
+            solver=solver,
+            momentum=momentum,
+            nesterov=nesterov,
+            rescale=rescale,
+            kl_clip=kl_clip,
+            early_refresh=early_refresh,
+            stagger=stagger,
+            max_dim=max_dim,
+            loss_average=loss_average,
+            include=as_patterns(include),
+            exclude=as_patterns(exclude),
+            on_missing=on_missing,
+        )
+        schedules = Schedules(damping, factor_every, refresh_every, decay)
+        super().__init__(model, base_optimizer, options, schedules)
+        self.grad_scaler = grad_scaler
+
+    def _make_block(self, layer: Layer, per_sample: bool) -> KFACBlock:
+        options = self._preconditioner.options
+        return KFACBlock(
+            layer.matrix_shape,
+            layer.factor_dtype,
+            solver=options.solver,
+            max_dim=options.max_dim,
+            output_factor=options.fisher != "forward",
+            per_sample=per_sample,
+        )
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    other_lr: float,
+    include: Pattern | Sequence[Pattern] | None = None,
+    exclude: Pattern | Sequence[Pattern] | None = None,
+    **other: Any,
+) -> list[dict[str, Any]]:
+    """Split parameters into those that K-FAC preconditions and the rest, for the base optimizer.
+
+    With ``rescale="unit"`` a preconditioned step has a length of its own and wants its own learning
+    rate. Further keywords are options of the other group, for example ``momentum=0.9``.
+    """
+    selection = Selection(model, as_patterns(include), as_patterns(exclude))
+    chosen = [p for layer in selection.layers for p in (layer.weight, layer.bias) if p is not None]
+    known = set(chosen)
+    rest = [p for p in model.parameters() if p not in known]
+    groups = [{"params": chosen, "lr": lr}, {"params": rest, "lr": other_lr, **other}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,71 @@
+"""Everything the optimizer keeps for one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.layers import Layer
+from kronfac.methods.block import Block
+from kronfac.statistics import Pending, Running
+
+BlockFactory = Callable[[Layer, bool], Block]
+
+
+class LayerState:
+    """A layer, its block, and the tensors that the block works on."""
+
+    def __init__(self, layer: Layer, make_block: BlockFactory, per_sample: bool) -> None:
+        self.layer = layer
+        self.modules: list[nn.Module] = [layer.module]
+        self.per_sample = per_sample
+        self.note = ""
+        self.offset = 0
+        self._make_block = make_block
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew with the layer's present shape: no statistics, no solution."""
+        self.layer.renew()
+        self.block = self._make_block(self.layer, self.per_sample)
+        self.running = {name: Running(one) for name, one in self.block.statistics.items()}
+        self.pending = Pending(self.block)
+        self.solution: dict[str, Tensor] | None = None
+        self.solved_at: int | None = None
+        self.last_refresh: int | None = None
+        self.failures = 0
+        self.failures_in_a_row = 0
+        self.momentum: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Full name of the layer's module."""
+        return self.layer.name
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient to work on at this step."""
+        weight = self.layer.weight
+        return weight.requires_grad and weight.grad is not None and not weight.grad.is_sparse
+
+    def fall_back_to_expand(self) -> None:
+        """Give up per-sample rows for a layer whose rows do not group by sample."""
+        self.per_sample = False
+        self.note = "expand: rows not grouped by sample"
+        self.reset()
+
+    def allocate(self, momentum: bool) -> None:
+        """Make every tensor at its final shape without giving it a meaning."""
+        weight = self.layer.weight
+        dtype, device = self.layer.factor_dtype, weight.device
+        for running in self.running.values():
+            running.allocate(dtype, device)
+        if self.solution is None:
+            self.solution = {
+                name: torch.zeros(shape, dtype=dtype, device=device)
+                for name, shape in self.block.solution_shapes.items()
+            }
+        if momentum and self.momentum is None:
+            self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)

@@ -1,0 +1,115 @@
+"""What the rest of the library knows of a module: its rows, and its gradient as a matrix."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.layers.rows import Rows
+
+
+class Layer(ABC):
+    """A module whose weight gradient is ``Σ g aᵀ`` over rows.
+
+    Subclasses describe one module type. The gradient matrix is ``V: [*b, d_out, d_in]``, weight
+    first and the bias, when it trains, as the last column.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.bias_trains = self._bias_trains()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight parameter, as the module holds it now."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias parameter, if there is one."""
+        bias = self.module.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
+
+    @property
+    def kind(self) -> str:
+        """The module type's name."""
+        return type(self.module).__name__
+
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        """Statistics and solutions are at least single precision."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradient is in the matrix."""
+        bias = self.bias
+        return [self.weight, bias] if bias is not None and self.bias_trains else [self.weight]
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of the gradient matrix, ``(*b, d_out, d_in)``."""
+        *batch, d_out, d_in = self._weight_shape()
+        return (*batch, d_out, d_in + self.bias_trains)
+
+    def _bias_trains(self) -> bool:
+        bias = self.bias
+        return bias is not None and bias.requires_grad
+
+    def stale(self) -> bool:
+        """Whether ``requires_grad`` of the bias has changed since the matrix shape was taken."""
+        return self._bias_trains() != self.bias_trains
+
+    def renew(self) -> None:
+        """Take the matrix shape anew."""
+        self.bias_trains = self._bias_trains()
+
+    def gradient(self) -> Tensor:
+        """Return the gradient matrix ``V`` in factor precision; it may be a view: do not write to it."""
+        grad = self.weight.grad
+        assert grad is not None
+        matrix = self._to_matrix(grad.detach()).to(self.factor_dtype)
+        bias = self.bias
+        if bias is None or not self.bias_trains:
+            return matrix
+        column = bias.grad if bias.grad is not None else torch.zeros_like(bias)
+        column = column.detach().reshape(*matrix.shape[:-1], 1)
+        return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
+
+    def write(self, matrix: Tensor) -> None:
+        """Overwrite the parameters' gradients in place with a matrix shaped as ``V``."""
+        grad, bias = self.weight.grad, self.bias
+        assert grad is not None
+        with torch.no_grad():
+            if bias is not None and self.bias_trains:
+                if bias.grad is not None:
+                    bias.grad.copy_(matrix[..., -1].reshape(bias.shape))
+                matrix = matrix[..., :-1]
+            self._write_weight(grad, matrix)
+
+    @abstractmethod
+    def inputs(self, args: tuple[Any, ...]) -> Rows:
+        """Rows of the module's positional inputs, in factor precision."""
+
+    @abstractmethod
+    def outputs(self, grad: Tensor) -> Rows:
+        """Rows of the gradient with respect to the module's output, in factor precision."""
+
+    @abstractmethod
+    def _weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight as a matrix, ``(*b, d_out, d_in)`` without the bias."""
+
+    @abstractmethod
+    def _to_matrix(self, grad: Tensor) -> Tensor:
+        """View the weight's gradient as a matrix."""
+
+    @abstractmethod
+    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
+        """Copy the matrix into the weight's gradient."""

@@ -1,0 +1,92 @@
+"""Decompositions that do not give up at the first failure.
+
+Each solver climbs the same ladder: as it is, with a jitter on the diagonal, then in double precision.
+``None`` means that nothing helped. They are called on refresh steps only and may wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+_JITTER = 1e-6
+
+
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Eigenvectors ``Q`` and eigenvalues ``v >= 0`` of symmetric matrices ``[*b, d, d]``."""
+
+    def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
+        try:
+            values, vectors = torch.linalg.eigh(candidate)
+        except torch._C._LinAlgError:
+            return None
+        return vectors, values.clamp_(min=0)
+
+    solved = _climb(matrix, attempt)
+    return None if solved is None else (solved[0], solved[1])
+
+
+def cholesky_inverse(matrix: Tensor) -> Tensor | None:
+    """Inverse of positive definite matrices ``[*b, d, d]`` by Cholesky."""
+
+    def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
+        factor, info = torch.linalg.cholesky_ex(candidate)
+        if bool((info != 0).any()):
+            return None
+        return (torch.cholesky_inverse(factor),)
+
+    solved = _climb(matrix, attempt)
+    return None if solved is None else solved[0]
+
+
+def newton_schulz_inverse(
+    matrix: Tensor, floor: Tensor | float, tolerance: float = 1e-2
+) -> Tensor | None:
+    """Inverse of positive definite matrices ``[*b, d, d]`` by matrix products only.
+
+    ``floor`` is a lower bound of the eigenvalues (the damping). With the largest row sum as the upper
+    bound, ``X₀ = 2/(upper + floor)`` and ``X ← X(2 - MX)`` squares the error each time; the number of
+    iterations follows from the condition number. ``tolerance`` bounds ``‖I - MX‖_F/√d``.
+    """
+    width = matrix.shape[-1]
+    identity = torch.eye(width, dtype=matrix.dtype, device=matrix.device)
+
+    def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
+        upper = candidate.abs().sum(-1).amax(-1)
+        inverse = identity * (2 / (upper + floor))[..., None, None]
+        condition = float((upper / floor).max())
+        if not math.isfinite(condition):
+            return None
+        for _ in range(math.ceil(math.log2(max(condition, 2.0))) + 4):
+            inverse = 2 * inverse - inverse @ (candidate @ inverse)
+            inverse = (inverse + inverse.mT) / 2
+        residual = (identity - candidate @ inverse).flatten(-2).norm(dim=-1) / math.sqrt(width)
+        return (inverse,) if float(residual.max()) <= tolerance else None
+
+    solved = _climb(matrix, attempt)
+    return None if solved is None else solved[0]
+
+
+def _climb(
+    matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
+) -> tuple[Tensor, ...] | None:
+    """Try each rung until the result is finite; give it back in the matrix's own precision."""
+    if not bool(torch.isfinite(matrix).all()):
+        return None
+    for candidate in _rungs(matrix):
+        solved = attempt(candidate)
+        if solved is not None and all(bool(torch.isfinite(part).all()) for part in solved):
+            return tuple(part.to(matrix.dtype) for part in solved)
+    return None
+
+
+def _rungs(matrix: Tensor) -> Iterator[Tensor]:
+    yield matrix
+    scale = matrix.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jittered = matrix + identity * (_JITTER * scale)
+    yield jittered
+    yield jittered.double()

@@ -1,0 +1,1 @@
+"""One file per approximation: the mathematics of one layer."""

@@ -1,0 +1,110 @@
+"""The protocol in which methods and the machinery around them meet: the curvature of one layer.
+
+A block is pure mathematics of one layer. It holds shapes and options, never tensors, ranks or modules:
+whoever drives it keeps the statistics and solutions and may therefore add, gather, send or save them.
+Four kinds of statistics cover the family:
+
+- matrices (K-FAC and its relatives): ``combine="sum"``, ``symmetric=True``;
+- vectors (rank-one methods): ``combine="sum"``, ``degree=1`` for a mean of output gradients;
+- gathered per-sample rows: ``combine="gather"`` with ``holds_rows`` set;
+- gradient only: ``source="gradient"``, seen by :meth:`Block.observe_gradient`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kronfac.layers.rows import Rows
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """What one statistic is, so that it can be averaged, moved between ranks and saved.
+
+    Args:
+        shape: shape of its sum (for ``gather``: of one row).
+        source: where it comes from. Input statistics count rows, output statistics count samples,
+            gradient statistics count steps.
+        degree: the power of the output gradient in it. The gradient of a mean over ``N`` samples is
+            ``N`` times too small for each power.
+        symmetric: whether a triangle holds all of it.
+        combine: ``"sum"`` adds over time and ranks; ``"gather"`` keeps the newest rows side by side.
+    """
+
+    shape: tuple[int, ...]
+    source: Literal["input", "output", "gradient"]
+    degree: int = 0
+    symmetric: bool = False
+    combine: Literal["sum", "gather"] = "sum"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of its sum."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block costs: placement, planning and the summary read nothing else."""
+
+    refresh_flops: int
+    precondition_flops: int
+    statistics_bytes: int
+    solution_bytes: int
+
+
+class Block(ABC):
+    """The curvature of one layer whose gradient matrix is ``[*b, d_out, d_in]``."""
+
+    #: Human-readable name of the method and its solver, for the summary.
+    label: str
+    #: What is observed, by name.
+    statistics: Mapping[str, Statistic]
+    #: Names and shapes of the tensors that :meth:`refresh` returns.
+    solution_shapes: Mapping[str, tuple[int, ...]]
+    #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
+    #: each call is observed when it happens and nothing is kept.
+    holds_rows: bool = False
+
+    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+        """Contributions of a call's input side."""
+        return {}
+
+    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+        """Contributions of a call's output side."""
+        return {}
+
+    def observe_pair(self, inputs: Rows, outputs: Rows) -> dict[str, Tensor]:
+        """Contributions that need both sides of the same samples (with ``holds_rows`` only)."""
+        return {}
+
+    def observe_gradient(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Contributions of the gradient matrix itself."""
+        return {}
+
+    @abstractmethod
+    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
+        """Solve for the current averages. ``None`` means that no solution could be found."""
+
+    @abstractmethod
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+        """Apply a solution to a gradient matrix ``[*b, d_out, d_in]``."""
+
+    @property
+    @abstractmethod
+    def cost(self) -> Cost:
+        """What the block costs."""
+
+
+def bytes_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Bytes that tensors of these shapes take."""
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize

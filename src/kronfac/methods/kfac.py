@@ -1,0 +1,196 @@
+"""K-FAC: the Fisher block of a layer is ``G ⊗ A`` (Martens & Grosse 2015, Grosse & Martens 2016).
+
+``A`` is the second moment of the layer's input rows and ``G`` that of its output gradients. A side is
+kept *dense*, as its *diagonal* when it is wider than ``max_dim``, or not at all (the *identity*).
+
+Eigen form, with ``A = Q_A v_A Q_Aᵀ`` and ``G = Q_G v_G Q_Gᵀ``:
+    ``P = Q_G [(Q_Gᵀ V Q_A) / (v_G v_Aᵀ + γ)] Q_Aᵀ``, which is ``(G ⊗ A + γI)⁻¹ vec(V)``.
+Inverse form (Cholesky, Newton-Schulz), with ``π² = (tr A/d_A)/(tr G/d_G)``:
+    ``P = (G + √γ/π)⁻¹ V (A + π√γ)⁻¹``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kronfac.layers.rows import Rows
+from kronfac.linalg.solve import cholesky_inverse, eigen, newton_schulz_inverse
+from kronfac.methods.block import Block, Cost, Statistic, Tensors, bytes_of
+
+Form = Literal["dense", "diagonal", "identity"]
+Solver = Literal["eigen", "cholesky", "newton-schulz"]
+
+#: Widest side that ``solver="auto"`` decomposes; beyond it Cholesky is about four times cheaper.
+EIGEN_MAX_WIDTH = 2048
+
+
+def choose_solver(width: int) -> Solver:
+    """Resolve ``solver="auto"`` from the widest dense side of a layer."""
+    return "eigen" if width <= EIGEN_MAX_WIDTH else "cholesky"
+
+
+class KFACBlock(Block):
+    """The Kronecker-factored curvature of one layer."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        solver: Literal["auto", "eigen", "cholesky", "newton-schulz"],
+        max_dim: int,
+        output_factor: bool,
+        per_sample: bool,
+    ) -> None:
+        *batch, d_out, d_in = shape
+        self.shape = shape
+        self.dtype = dtype
+        self.holds_rows = per_sample
+        self.forms: dict[str, Form] = {"A": "dense" if d_in <= max_dim else "diagonal"}
+        self.forms["G"] = "dense" if d_out <= max_dim else "diagonal"
+        if not output_factor:
+            self.forms["G"] = "identity"
+        self.widths = {"A": d_in, "G": d_out}
+        dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
+        self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
+        self.label = f"kfac {self.solver}"
+        self.statistics = {}
+        self.solution_shapes = {}
+        for side, form in self.forms.items():
+            if form == "identity":
+                continue
+            vector = (*batch, self.widths[side])
+            matrix = (*vector, self.widths[side])
+            self.statistics[side] = Statistic(
+                shape=matrix if form == "dense" else vector,
+                source="input" if side == "A" else "output",
+                degree=0 if side == "A" else 2,
+                symmetric=form == "dense",
+            )
+            if self.solver == "eigen":
+                self.solution_shapes[f"{side}.values"] = vector
+                if form == "dense":
+                    self.solution_shapes[f"{side}.vectors"] = matrix
+            else:
+                self.solution_shapes[f"{side}.inverse"] = matrix if form == "dense" else vector
+
+    # --- observing ------------------------------------------------------------------------------
+
+    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+        """See :meth:`Block.observe_input`."""
+        return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
+
+    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+        """See :meth:`Block.observe_output`."""
+        if self.forms["G"] == "identity":
+            return {}
+        return {"G": outputs.covariance() if self.forms["G"] == "dense" else outputs.squares()}
+
+    # --- solving --------------------------------------------------------------------------------
+
+    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
+        """See :meth:`Block.refresh`."""
+        return (
+            self._refresh_eigen(means) if self.solver == "eigen" else self._invert(means, damping)
+        )
+
+    def _refresh_eigen(self, means: Tensors) -> dict[str, Tensor] | None:
+        solution = {}
+        for side, mean in means.items():
+            if self.forms[side] == "diagonal":
+                solution[f"{side}.values"] = mean.clamp(min=0)
+                continue
+            solved = eigen(mean)
+            if solved is None:
+                return None
+            solution[f"{side}.vectors"], solution[f"{side}.values"] = solved
+        return solution
+
+    def _invert(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
+        shifts = self._split_damping(means, damping)
+        solution = {}
+        for side, mean in means.items():
+            shift = shifts[side]
+            inverse: Tensor | None
+            if self.forms[side] == "diagonal":
+                inverse = 1 / (mean + shift[..., None])
+            else:
+                identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+                damped = mean + identity * shift[..., None, None]
+                if self.solver == "cholesky":
+                    inverse = cholesky_inverse(damped)
+                else:
+                    inverse = newton_schulz_inverse(damped, shift)
+            if inverse is None:
+                return None
+            solution[f"{side}.inverse"] = inverse
+        if self.forms["G"] == "identity":
+            scale = (1 / (1 + shifts["G"]))[..., None]
+            solution["A.inverse"] = solution["A.inverse"] * (
+                scale[..., None] if self.forms["A"] == "dense" else scale
+            )
+        return solution
+
+    def _split_damping(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+        """``π√γ`` for A and ``√γ/π`` for G; ``√γ`` for both when a trace is zero. ``[*b]`` each."""
+        average = {side: self._mean_eigenvalue(side, mean) for side, mean in means.items()}
+        average.setdefault("G", torch.ones_like(average["A"]))
+        ratio = average["A"] / average["G"]
+        usable = (average["A"] > 0) & (average["G"] > 0) & torch.isfinite(ratio) & (ratio > 0)
+        pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
+        root = math.sqrt(damping)
+        return {"A": pi * root, "G": root / pi}
+
+    def _mean_eigenvalue(self, side: str, mean: Tensor) -> Tensor:
+        dense = self.forms[side] == "dense"
+        return (mean.diagonal(dim1=-2, dim2=-1) if dense else mean).mean(-1)
+
+    # --- applying -------------------------------------------------------------------------------
+
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+        """See :meth:`Block.precondition`."""
+        if self.solver != "eigen":
+            inverse = solution["A.inverse"]
+            right = (
+                gradient @ inverse
+                if self.forms["A"] == "dense"
+                else gradient * inverse[..., None, :]
+            )
+            if self.forms["G"] == "identity":
+                return right
+            inverse = solution["G.inverse"]
+            return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = gradient if rotate_out is None else rotate_out.mT @ gradient
+        turned = turned if rotate_in is None else turned @ rotate_in
+        curvature = solution["A.values"][..., None, :]
+        if self.forms["G"] != "identity":
+            curvature = solution["G.values"][..., None] * curvature
+        turned = turned / (curvature + damping)
+        turned = turned if rotate_in is None else turned @ rotate_in.mT
+        return turned if rotate_out is None else rotate_out @ turned
+
+    # --- cost -----------------------------------------------------------------------------------
+
+    @property
+    def cost(self) -> Cost:
+        """See :meth:`Block.cost`. An eigendecomposition is counted as ``9d³``, an inverse as ``d³``."""
+        *batch, d_out, d_in = self.shape
+        blocks = math.prod(batch)
+        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}[self.solver]
+        products = 4 if self.solver == "eigen" else 2
+        refresh = precondition = 0
+        for side, form in self.forms.items():
+            if form == "dense":
+                refresh += per_cube * self.widths[side] ** 3
+                precondition += products * d_out * d_in * self.widths[side]
+        return Cost(
+            refresh_flops=blocks * refresh,
+            precondition_flops=blocks * precondition,
+            statistics_bytes=bytes_of([s.shape for s in self.statistics.values()], self.dtype),
+            solution_bytes=bytes_of(list(self.solution_shapes.values()), self.dtype),
+        )

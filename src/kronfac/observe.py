@@ -1,0 +1,97 @@
+"""``optimizer.observe(...)``: output gradients that do not come from the labels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kronfac.capture import Capture
+from kronfac.config import Fisher, check_count
+from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
+
+
+class Observer:
+    """Sends gradients of the model's own likelihood back to the layers of the last forward."""
+
+    def __init__(self, capture: Capture, fisher: Fisher) -> None:
+        self.capture = capture
+        self.fisher = fisher
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._saved_state: list[Tensor] = []
+
+    def observe(
+        self,
+        outputs: Tensor,
+        likelihood: str,
+        mask: Tensor | None,
+        ignore_index: int | None,
+        samples: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Observe all layers; a no-op on steps that take no statistics.
+
+        Uses ``torch.autograd.grad``: no ``.grad`` is touched and nothing is reduced over ranks. Losses
+        of single terms are not averaged here, so micro-batches need no common divisor.
+        """
+        if self.fisher not in ("mc", "exact"):
+            raise ValueError(
+                f"observe() is for fisher='mc' or 'exact', not {self.fisher!r}, which needs no call."
+            )
+        check_likelihood(likelihood)
+        check_count("samples", samples)
+        if outputs.dim() < 2:
+            raise ValueError(
+                f"outputs have shape {tuple(outputs.shape)}; give [N, ..., C] with samples first "
+                "and classes or values last."
+            )
+        if not self.capture.due:
+            return
+        if not self.capture.edges:
+            raise RuntimeError(
+                "observe() found no forward pass to observe: call it once after each forward in "
+                "training mode and before backward()."
+            )
+        scores = outputs.detach()
+        weights = term_mask(scores, mask, ignore_index)
+        for _, seen, _ in self.capture.edges:
+            seen.terms = weights.sum().to(torch.float64)
+        if self.fisher == "exact":
+            draws, weight = exact_gradients(scores, likelihood), 1.0  # type: ignore[arg-type]
+        else:
+            source = generator or self._generator(scores.device)
+            draws = (sampled_gradient(scores, likelihood, source) for _ in range(samples))  # type: ignore[arg-type]
+            weight = samples**-0.5
+        for number, gradient in enumerate(draws):
+            self._send(outputs, gradient * weights[..., None], number, weight)
+        self.capture.edges.clear()
+
+    def _send(self, outputs: Tensor, gradient: Tensor, draw: int, weight: float) -> None:
+        edges = [edge for _, _, edge in self.capture.edges]
+        found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
+        with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
+            for (state, seen, _), grad in zip(self.capture.edges, found, strict=True):
+                if grad is not None:
+                    self.capture.observe_output(state, seen, grad, draw, weight, scaled=False)
+
+    # --- random numbers -------------------------------------------------------------------------
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            generator = torch.Generator(device=device)
+            if self._saved_state:
+                generator.set_state(self._saved_state[0])
+            else:
+                generator.manual_seed(torch.initial_seed())
+            self._generators[device] = generator
+        return self._generators[device]
+
+    def random_state(self) -> Tensor | None:
+        """State of our generator, if one has been used or loaded."""
+        for generator in self._generators.values():
+            return generator.get_state()
+        return self._saved_state[0] if self._saved_state else None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Continue from a saved state."""
+        self._saved_state[:] = [state.detach().cpu().clone()]
+        self._generators.clear()

@@ -1,0 +1,297 @@
+"""The optimizer that every method shares: a base optimizer behind a preconditioner.
+
+This file is the part that torch, schedulers, scalers and trainers see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kronfac import checkpoint
+from kronfac.config import Count, Number, Options, Schedules
+from kronfac.layers import Layer
+from kronfac.methods.block import Block
+from kronfac.preconditioner import Preconditioner
+from kronfac.refusals import check_base, check_model
+from kronfac.selection import plain_name
+from kronfac.summary import describe
+
+
+class Preconditioned(Optimizer, ABC):
+    """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
+
+    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
+    trainers see nothing unusual. What belongs to us lives in objects of ours and enters ``state_dict()``
+    only.
+    """
+
+    def __init__(
+        self, model: nn.Module, base_optimizer: Optimizer, options: Options, schedules: Schedules
+    ) -> None:
+        check_model(model)
+        check_base(base_optimizer)
+        self._build(model, base_optimizer, options, schedules)
+
+    def _build(
+        self, model: nn.Module, base: Optimizer, options: Options, schedules: Schedules
+    ) -> None:
+        self.model = model
+        self.base = base
+        # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
+        Optimizer.__setstate__(self, {})
+        self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
+        self._preconditioner.attach(self.param_groups)
+        self._preconditioner.capture.attach_model(model)
+
+    @abstractmethod
+    def _make_block(self, layer: Layer, per_sample: bool) -> Block:
+        """Return the method's block for one layer."""
+
+    # --- what torch expects of an optimizer -----------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base optimizer's parameter groups."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base optimizer's state."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base optimizer's defaults."""
+        return self.base.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the base optimizer a group of parameters and precondition their layers."""
+        self.base.add_param_group(param_group)
+        self._preconditioner.attach(self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and the output gradients that were observed with them."""
+        self.base.zero_grad(set_to_none=set_to_none)
+        self._preconditioner.capture.clear_outputs()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Run the closure if there is one, precondition the gradients, step the base optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ours = self._preconditioner
+        if ours.is_empty_first_step(self.param_groups):
+            ours.allocate()
+            self.base.step()
+            return loss
+        ours.run(self.param_groups)
+        with ours.phases("base"):
+            self.base.step()
+        ours.advance()
+        return loss
+
+    # --- hyperparameters that may change --------------------------------------------------------
+
+    @property
+    def damping(self) -> Number:
+        """The damping γ, in units of the loss's curvature."""
+        value: Number = self._get("damping")
+        return value
+
+    @damping.setter
+    def damping(self, value: Number) -> None:
+        self._set("damping", value)
+
+    @property
+    def factor_every(self) -> Count:
+        """Steps between updates of the statistics."""
+        value: Count = self._get("factor_every")
+        return value
+
+    @factor_every.setter
+    def factor_every(self, value: Count) -> None:
+        self._set("factor_every", value)
+
+    @property
+    def refresh_every(self) -> Count:
+        """Steps between renewals of the solutions."""
+        value: Count = self._get("refresh_every")
+        return value
+
+    @refresh_every.setter
+    def refresh_every(self, value: Count) -> None:
+        self._set("refresh_every", value)
+
+    @property
+    def decay(self) -> Number:
+        """Weight of the old statistics at each update."""
+        value: Number = self._get("decay")
+        return value
+
+    @decay.setter
+    def decay(self, value: Number) -> None:
+        self._set("decay", value)
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler whose factor is in the gradients that are observed."""
+        return self._preconditioner.capture.scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._preconditioner.capture.scaler = scaler
+
+    def _get(self, name: str) -> Any:
+        return self._preconditioner.schedules.get(name)
+
+    def _set(self, name: str, value: Any) -> None:
+        ours = self._preconditioner
+        ours.schedules.set(name, value)
+        ours.capture.due = ours.clock.factor_due()
+
+    # --- observing ------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        outputs: Tensor,
+        likelihood: str = "categorical",
+        mask: Tensor | None = None,
+        ignore_index: int | None = None,
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Observe the Fisher of the model's own distribution, for ``fisher="mc"`` and ``"exact"``.
+
+        Call it once after each forward pass and before ``backward()``. It does nothing on steps that
+        take no statistics.
+
+        Args:
+            outputs: what the likelihood's parameters are, ``[N, ..., C]``: samples first, classes or
+                values last (``outputs.movedim(1, -1)`` for channels-first maps).
+            likelihood: ``"categorical"`` (logits), ``"bernoulli"`` (logits, each value on its own) or
+                ``"gaussian"`` (unit variance, a loss of ``½‖f - y‖²`` per term).
+            mask: one flag per loss term, ``outputs.shape[:-1]``; zero where a term does not count.
+            ignore_index: with it, ``mask`` holds the targets, and terms of this target do not count.
+            samples: draws per term for ``"mc"``.
+            generator: source of randomness; by default one of our own, which checkpoints contain.
+        """
+        self._preconditioner.observer.observe(
+            outputs, likelihood, mask, ignore_index, samples, generator
+        )
+
+    def no_capture(self) -> AbstractContextManager[None]:
+        """Observe nothing inside: for attacks, penalties, teachers and other extra passes."""
+        return self._preconditioner.capture.paused()
+
+    def detach(self) -> None:
+        """Remove every hook; from now on steps are the base optimizer's own."""
+        self._preconditioner.detach()
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters as plain numbers: steps, updates, dropped statistics, failures."""
+        return self._preconditioner.stats()
+
+    def timed(self) -> AbstractContextManager[dict[str, float]]:
+        """Add up the seconds of each phase of the steps inside; waits for the device."""
+        return self._preconditioner.phases.timed()
+
+    def summary(self) -> str:
+        """Return the table of layers, and every parameter that is not preconditioned and why."""
+        ours = self._preconditioner
+        states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
+        taken = {p for s in states for p in s.layer.parameters}
+        trained = {p for group in self.param_groups for p in group["params"]}
+        left_out = {}
+        for parameter, name in self._names().items():
+            if parameter in taken:
+                continue
+            if not parameter.requires_grad:
+                reason = "frozen"
+            elif parameter not in trained:
+                reason = "not given to the base optimizer"
+            else:
+                reason = ours.reasons.get(name, "not a parameter of the model")
+            left_out[name] = (parameter.numel(), reason)
+        title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
+        return describe(title, states, left_out)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state with ours beside it, under ``kronfac.*`` keys."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        entries = self._preconditioner.entries(self._names())
+        result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore base optimizer and preconditioner; parameters are matched by name and shape."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        base, ours = checkpoint.split(state_dict, *self._names_and_shapes())
+        if ours is None:
+            warnings.warn(
+                "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "
+                "statistics start anew.",
+                stacklevel=2,
+            )
+        self._preconditioner.load_entries(self._names(), ours or {})
+        self.base.load_state_dict(base)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Plain names of the model's and the base optimizer's parameters."""
+        names = {p: plain_name(name) for name, p in self.model.named_parameters()}
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group{number}.param{index}")
+        return names
+
+    def _names_and_shapes(self) -> tuple[list[list[str]], list[list[list[int]]]]:
+        known = self._names()
+        names = [[known[p] for p in group["params"]] for group in self.param_groups]
+        shapes = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
+        return names, shapes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep what pickles and copies need; hooks are made anew by :meth:`__setstate__`."""
+        ours = self._preconditioner
+        return {
+            "model": self.model,
+            "base": self.base,
+            "options": ours.options,
+            "schedules": ours.schedules,
+            "entries": ours.entries(self._names()),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Watch the copied model and continue from the copied tensors."""
+        self._build(state["model"], state["base"], state["options"], state["schedules"])
+        self._preconditioner.load_entries(self._names(), state["entries"])

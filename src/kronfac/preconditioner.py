@@ -1,0 +1,309 @@
+"""The six phases of a step on one model: the only place that knows every other room.
+
+*reduce* statistics, *refresh* solutions, *share* them, *precondition* gradients, *spread* and *rescale*
+them. In one process nothing travels, so that *share* and *spread* are empty.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import checkpoint
+from kronfac.capture import Capture
+from kronfac.config import Options, Schedules
+from kronfac.layer_state import BlockFactory, LayerState
+from kronfac.observe import Observer
+from kronfac.phases import Phases
+from kronfac.rescale import Update, graft, kl_clip_factor, unit
+from kronfac.schedule import Clock, spread_offsets
+from kronfac.selection import Selection
+from kronfac.statistics import Normaliser, new_count
+
+#: Refreshes of one layer that may fail in a row before training stops.
+MAX_FAILURES = 5
+
+ParamGroups = list[dict[str, Any]]
+
+
+class Preconditioner:
+    """Watches a model and rewrites its gradients in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        schedules: Schedules,
+        make_block: BlockFactory,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.schedules = schedules
+        self.make_block = make_block
+        self.clock = Clock(schedules, options.early_refresh)
+        self.phases = Phases()
+        self.capture = Capture(options, self.phases)
+        self.observer = Observer(self.capture, options.fisher)
+        self.layers: dict[nn.Parameter, LayerState] = {}
+        self.reasons: dict[str, str] = {}
+        self.counters: dict[str, int | Tensor] = {}
+        self._warned: set[str] = set()
+
+    # --- attaching ------------------------------------------------------------------------------
+
+    def attach(self, groups: ParamGroups) -> None:
+        """Watch every selected layer whose weight is trained and that is not watched yet."""
+        trained = {p for group in groups for p in group["params"]}
+        selection = Selection(self.model, self.options.include, self.options.exclude)
+        self.reasons = selection.reasons
+        for layer, others in selection.layers.items():
+            if layer.weight in self.layers or layer.weight not in trained:
+                continue
+            state = LayerState(layer, self.make_block, self.options.sharing == "reduce")
+            self.layers[layer.weight] = state
+            for module in (layer.module, *others):
+                self.capture.attach_layer(state, module)
+        if self.options.stagger:
+            interval = int(self.schedules.at("refresh_every", self.clock.step))
+            states = list(self.layers.values())
+            costs = [state.block.cost.refresh_flops for state in states]
+            for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
+                state.offset = offset
+
+    def detach(self) -> None:
+        """Remove every hook and forget all layers."""
+        self.capture.detach()
+        self.layers.clear()
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def run(self, groups: ParamGroups) -> None:
+        """Carry out the phases that are due; gradients are preconditioned when it returns."""
+        if self.clock.factor_due():
+            with self.phases("reduce"):
+                self._reduce()
+        with self.phases("refresh"):
+            self._refresh()
+        with self.phases("precondition"):
+            updates = self._precondition(groups)
+        with self.phases("rescale"):
+            self._rescale(updates)
+
+    def advance(self) -> None:
+        """Count a completed step."""
+        self.clock.step += 1
+        self.capture.due = self.clock.factor_due()
+
+    def is_empty_first_step(self, groups: ParamGroups) -> bool:
+        """Whether this is the zero-gradient step by which loaders make state appear."""
+        if self.clock.step or any(not state.pending.empty for state in self.layers.values()):
+            return False
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
+
+    def allocate(self) -> None:
+        """Make every tensor at its final shape without giving it a meaning."""
+        for state in self.layers.values():
+            state.allocate(momentum=self.options.momentum > 0)
+
+    def _reduce(self) -> None:
+        """Fold what was observed since the last step into the running averages."""
+        self._report_missing()
+        sampled = self.options.fisher in ("mc", "exact")
+        normaliser = Normaliser(self.capture.passes, self.options.loss_average, unscaled=sampled)
+        decay = float(self.schedules.at("decay", self.clock.step))
+        for state in self.layers.values():
+            self._fold(state, normaliser, decay)
+        self.capture.clear()
+        self.clock.mark_factor()
+        self._count("factor_updates")
+
+    def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
+        pending = state.pending
+        pending.settle()
+        if state.has_gradient:
+            pending.sums.update(state.block.observe_gradient(state.layer.gradient()))
+        for name, running in state.running.items():
+            running.decay(decay)
+            total = pending.sums.get(name)
+            if total is None:
+                continue
+            source = running.statistic.source
+            if source == "input" and pending.rows is not None:
+                running.add(total, pending.rows)
+            elif source == "output" and pending.finite:
+                scale = normaliser.scale(running.statistic.degree)
+                running.add(total.mul_(scale), normaliser.count(pending.finite))
+            elif source == "gradient":
+                running.add(total, new_count(1.0, total.device))
+
+    def _report_missing(self) -> None:
+        """Name the layers that have a gradient but were not observed."""
+        sources = {
+            state: {one.source for one in state.block.statistics.values()}
+            for state in self.layers.values()
+            if state.has_gradient
+        }
+        missing = [
+            state.name
+            for state, wanted in sources.items()
+            if ("input" in wanted and not state.pending.has_inputs)
+            or ("output" in wanted and not state.pending.has_outputs)
+        ]
+        if missing and len(missing) == len(sources) and self.options.fisher in ("mc", "exact"):
+            raise RuntimeError(
+                f"fisher={self.options.fisher!r} has observed nothing: call "
+                "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
+            )
+        missing = [name for name in missing if name not in self._warned]
+        if not missing or self.options.on_missing == "ignore":
+            return
+        message = (
+            f"nothing was captured for {', '.join(map(repr, missing))} although there is a gradient: "
+            "the module's forward was not called in training mode (its weight may be used directly). "
+            "Such a gradient passes as it is; name the layer in exclude to accept that."
+        )
+        if self.options.on_missing == "raise":
+            raise RuntimeError(message)
+        self._warned.update(missing)
+        warnings.warn(message, stacklevel=6)
+
+    def _refresh(self) -> None:
+        """Solve anew for the layers that are due."""
+        damping = float(self.schedules.at("damping", self.clock.step))
+        for state in self.layers.values():
+            if not state.layer.weight.requires_grad:
+                continue
+            if not self.clock.refresh_due(state.last_refresh):
+                continue
+            means = {name: running.mean() for name, running in state.running.items()}
+            ready = {name: mean for name, mean in means.items() if mean is not None}
+            if len(ready) == len(means):
+                self._solve(state, ready, damping)
+
+    def _solve(self, state: LayerState, means: dict[str, Tensor], damping: float) -> None:
+        step = self.clock.step
+        solution = state.block.refresh(means, damping)
+        if solution is None:
+            state.failures += 1
+            state.failures_in_a_row += 1
+            if state.failures_in_a_row >= MAX_FAILURES:
+                raise RuntimeError(
+                    f"the curvature of layer {state.name!r} could not be solved {MAX_FAILURES} times "
+                    "in a row; raise damping, or name the layer in exclude."
+                )
+        else:
+            state.solution, state.solved_at, state.failures_in_a_row = solution, step, 0
+            self._count("refreshes")
+        if state.last_refresh is None and self.options.stagger and state.offset:
+            interval = int(self.schedules.at("refresh_every", step))
+            state.last_refresh = step + state.offset - interval
+        elif state.last_refresh is None or not self.clock.early():
+            state.last_refresh = step
+
+    def _precondition(self, groups: ParamGroups) -> list[tuple[LayerState, Update]]:
+        """Take momentum, then apply each layer's solution; without one the gradient stays raw."""
+        damping = float(self.schedules.at("damping", self.clock.step))
+        rates: dict[nn.Parameter, float | Tensor] = {}
+        if self.options.rescale == "kl-clip":
+            rates = {p: group["lr"] for group in groups for p in group["params"]}
+        updates = []
+        for state in self.layers.values():
+            if not state.has_gradient:
+                continue
+            if state.layer.stale():
+                state.reset()
+            before = self._with_momentum(state, state.layer.gradient())
+            after = before
+            if state.solved_at is not None and state.solution is not None:
+                after = state.block.precondition(state.solution, before, damping)
+            own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
+            updates.append((state, Update(before, after, own)))
+        return updates
+
+    def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
+        """Heavy ball before preconditioning: ``buf ← μ·buf + V``."""
+        mu = self.options.momentum
+        if mu == 0:
+            return gradient
+        if state.momentum is None:
+            state.momentum = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            state.momentum.mul_(mu).add_(gradient)
+        return gradient + mu * state.momentum if self.options.nesterov else state.momentum
+
+    def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
+        """Set the length of the steps and write them into the gradients, in place."""
+        rule = self.options.rescale
+        factor: float | Tensor = 1.0
+        if rule == "kl-clip":
+            factor = kl_clip_factor([update for _, update in updates], self.options.kl_clip)
+            self._count("kl_clip_steps")
+            self._count("kl_clip_active", (factor < 1).to(torch.int64))
+        for state, update in updates:
+            if rule == "graft":
+                state.layer.write(graft(update))
+            elif rule == "unit":
+                state.layer.write(unit(update))
+            elif rule == "kl-clip":
+                state.layer.write(update.after * factor)
+            else:
+                state.layer.write(update.after)
+
+    def _count(self, name: str, amount: int | Tensor = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    # --- looking and saving ---------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters as plain numbers (reads them from the device)."""
+        states = self.layers.values()
+        counters = {name: int(value) for name, value in self.counters.items()}
+        return {
+            "steps": self.clock.step,
+            "factor_updates": counters.get("factor_updates", 0),
+            "refreshes": counters.get("refreshes", 0),
+            "kl_clip_steps": counters.get("kl_clip_steps", 0),
+            "kl_clip_active": counters.get("kl_clip_active", 0),
+            "dropped": {
+                s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
+            },
+            "failures": {s.name: s.failures for s in states},
+            "without_solution": [s.name for s in states if s.solved_at is None],
+        }
+
+    def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+        """What is saved, by parameter name; every trainable parameter has at least the step."""
+        step = torch.tensor(self.clock.step, dtype=torch.int64)
+        found: dict[str, dict[str, Any]] = {
+            name: {"step": step} for p, name in names.items() if p.requires_grad
+        }
+        last = -1 if self.clock.last_factor is None else self.clock.last_factor
+        random = self.observer.random_state()
+        for parameter, state in self.layers.items():
+            entry = checkpoint.layer_entry(state)
+            entry |= {"step": step, "last_factor": torch.tensor(last, dtype=torch.int64)}
+            if random is not None:
+                entry["random"] = random
+            found[names[parameter]] = entry
+        return found
+
+    def load_entries(
+        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
+    ) -> None:
+        """Restore what :meth:`entries` returned; layers that it does not know start anew."""
+        self.capture.clear()
+        for parameter, state in self.layers.items():
+            checkpoint.load_layer(state, entries.get(names[parameter], {}))
+        for entry in entries.values():
+            if "step" in entry:
+                self.clock.step = int(entry["step"])
+            if "last_factor" in entry:
+                last = int(entry["last_factor"])
+                self.clock.last_factor = None if last < 0 else last
+            if "random" in entry:
+                self.observer.set_random_state(entry["random"])
+        self.capture.due = self.clock.factor_due()

@@ -1,0 +1,58 @@
+"""How long a preconditioned step may be. Everything stays on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Update:
+    """A layer's step: ``before`` and ``after`` preconditioning, ``[*b, d_out, d_in]``.
+
+    ``rates`` are the learning rates of the matrix's columns: one number, or two when the bias, the
+    last column, is in a parameter group with a rate of its own.
+    """
+
+    before: Tensor
+    after: Tensor
+    rates: tuple[float | Tensor, ...]
+
+
+def graft(update: Update) -> Tensor:
+    """Give the step the norm that the gradient had, ``v·‖g‖/‖v‖``."""
+    return update.after * _ratio(update.before.norm(), update.after.norm())
+
+
+def unit(update: Update) -> Tensor:
+    """Give each ``m × n`` matrix Muon's norm, ``√min(m, n)·√max(1, m/n)``."""
+    rows, columns = update.after.shape[-2:]
+    target = math.sqrt(min(rows, columns) * max(1.0, rows / columns))
+    norm = update.after.flatten(-2).norm(dim=-1)[..., None, None]
+    return update.after * _ratio(torch.full_like(norm, target), norm)
+
+
+def kl_clip_factor(updates: Sequence[Update], bound: float) -> Tensor:
+    """``ν = min(1, √(κ / Σ lr²⟨v, g⟩))`` over all layers; 1 when the sum is not positive."""
+    total = sum((_step_size(update) for update in updates), start=torch.zeros(()))
+    usable = total > 0
+    safe = torch.where(usable, total, torch.ones_like(total))
+    return torch.where(usable, (bound / safe).sqrt().clamp(max=1), torch.ones_like(total))
+
+
+def _step_size(update: Update) -> Tensor:
+    products = update.before * update.after
+    if len(update.rates) == 1:
+        return products.sum() * update.rates[0] ** 2
+    weight, bias = update.rates
+    return products[..., :-1].sum() * weight**2 + products[..., -1].sum() * bias**2
+
+
+def _ratio(target: Tensor, norm: Tensor) -> Tensor:
+    """``target/norm``, and 0 where the norm is 0."""
+    usable = norm > 0
+    return torch.where(usable, target / torch.where(usable, norm, torch.ones_like(norm)), 0)

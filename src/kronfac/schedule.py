@@ -1,0 +1,61 @@
+"""When statistics are taken and solutions renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kronfac.config import Schedules
+
+#: From this interval on, the first one also refreshes at t = 1, 2, 4, 8, ...
+EARLY_FROM = 10
+
+
+class Clock:
+    """Counts completed steps from 0 and knows what is due at the current one."""
+
+    def __init__(self, schedules: Schedules, early_refresh: bool) -> None:
+        self.schedules = schedules
+        self.early_refresh = early_refresh
+        self.step = 0
+        self.last_factor: int | None = None
+
+    def factor_due(self) -> bool:
+        """Whether statistics are taken at the current step."""
+        if self.last_factor is None or self.early():
+            return True
+        return self.step - self.last_factor >= int(self.schedules.at("factor_every", self.step))
+
+    def mark_factor(self) -> None:
+        """Record that statistics were taken; early ones do not move the grid."""
+        if self.last_factor is None or not self.early():
+            self.last_factor = self.step
+
+    def refresh_due(self, last: int | None) -> bool:
+        """Whether a layer last refreshed at ``last`` on the grid is due."""
+        if last is None or self.early():
+            return True
+        return self.step - last >= int(self.schedules.at("refresh_every", self.step))
+
+    def early(self) -> bool:
+        """Whether this is t = 1, 2, 4, ... of a long first interval.
+
+        One batch must not rule a hundred steps; such a step takes statistics as well.
+        """
+        if not self.early_refresh or self.step < 1 or self.step & (self.step - 1):
+            return False
+        interval = int(self.schedules.at("refresh_every", self.step))
+        return interval >= EARLY_FROM and self.step < interval
+
+
+def spread_offsets(costs: Sequence[int], interval: int) -> list[int]:
+    """Offsets in [0, interval) that spread refreshes evenly by cost, dearest first.
+
+    A layer's offset is where its share of the total cost begins on the interval.
+    """
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    total = max(1, sum(costs))
+    offsets, spent = [0] * len(costs), 0
+    for index in order:
+        offsets[index] = spent * interval // total
+        spent += costs[index]
+    return offsets

@@ -1,0 +1,231 @@
+"""Running averages as (sum, count) pairs, and what has been observed since the last step.
+
+Sums and counts add, over calls, micro-batches, steps and ranks, so that accumulation and deferral are
+exact by construction. Nothing here reads a number back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from kronfac.layers.rows import DenseRows
+from kronfac.methods.block import Block, Statistic
+
+
+class Pass:
+    """One outermost forward: its number of samples, and of loss terms once that is known."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.terms: Tensor | None = None
+
+
+class Running:
+    """A decayed ``(sum, count)`` pair, used as ``sum/count``."""
+
+    def __init__(self, statistic: Statistic) -> None:
+        self.statistic = statistic
+        self.sum: Tensor | None = None
+        self.count: Tensor | None = None
+
+    def decay(self, decay: float) -> None:
+        """Let the past fade; a step that contributes nothing does only this."""
+        if self.sum is not None and self.count is not None and self.statistic.combine == "sum":
+            self.sum.mul_(decay)
+            self.count.mul_(decay)
+
+    def add(self, total: Tensor, count: Tensor) -> None:
+        """Add a contribution; gathered rows replace the old ones."""
+        if self.sum is None or self.count is None or self.statistic.combine == "gather":
+            self.sum, self.count = total, count
+        else:
+            self.sum.add_(total)
+            self.count.add_(count)
+
+    def mean(self) -> Tensor | None:
+        """``sum/count``, or ``None`` when nothing has been counted (reads the count)."""
+        if self.sum is None or self.count is None or not float(self.count) > 0:
+            return None
+        if self.statistic.combine == "gather":
+            return self.sum
+        return self.sum / self.count.to(self.sum.dtype)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make empty tensors of the final shapes, for loaders that fill what exists."""
+        if self.sum is None and self.statistic.combine == "sum":
+            self.sum = torch.zeros(self.statistic.shape, dtype=dtype, device=device)
+            self.count = new_count(0.0, device)
+
+
+def new_count(value: float, device: torch.device) -> Tensor:
+    """A scalar that can count further than single precision can."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+class Pending:
+    """What one layer has observed since the last step."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.sums: dict[str, Tensor] = {}
+        self.rows: Tensor | None = None
+        self.finite: dict[Pass, Tensor] = {}
+        self.held_inputs: dict[Pass, tuple[Tensor, int]] = {}
+        self.held_outputs: dict[tuple[Pass, int], Tensor] = {}
+        self.dropped: Tensor | None = None
+        self.calls = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether neither side has observed anything."""
+        return not self.has_inputs and not self.has_outputs
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the input side has observed anything."""
+        return self.rows is not None or bool(self.held_inputs)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the output side has observed anything."""
+        return bool(self.finite or self.held_outputs)
+
+    def add_input(self, contributions: Mapping[str, Tensor], rows: int) -> None:
+        """Add one call's input side; a non-finite one is dropped and counted."""
+        if not contributions:
+            return
+        finite = self._screen(contributions)
+        self._accumulate(contributions)
+        counted = finite.to(new_count(0.0, finite.device).dtype) * rows
+        self.rows = counted if self.rows is None else self.rows + counted
+
+    def add_output(self, contributions: Mapping[str, Tensor], seen: Pass) -> None:
+        """Add one call's output side; a non-finite one is dropped and counted."""
+        if not contributions:
+            return
+        finite = self._screen(contributions)
+        self._accumulate(contributions)
+        before = self.finite.get(seen)
+        self.finite[seen] = finite if before is None else before | finite
+
+    def hold_input(self, rows: Tensor, positions: int, seen: Pass) -> None:
+        """Keep rows summed over positions, ``[*b, N, d]``; further uses in a pass add to them."""
+        before = self.held_inputs.get(seen)
+        if before is not None:
+            rows, positions = before[0] + rows, before[1] + positions
+        self.held_inputs[seen] = (rows, positions)
+
+    def hold_output(self, rows: Tensor, seen: Pass, draw: int) -> None:
+        """Keep output rows summed over positions; uses and backward passes of one draw add up."""
+        key = (seen, draw)
+        before = self.held_outputs.get(key)
+        self.held_outputs[key] = rows if before is None else before + rows
+
+    def settle(self) -> None:
+        """Turn held rows into contributions."""
+        inputs = {
+            seen: DenseRows((rows / positions).unsqueeze(-2))
+            for seen, (rows, positions) in self.held_inputs.items()
+        }
+        for rows in inputs.values():
+            self.add_input(self.block.observe_input(rows), rows.count)
+        for (seen, _), held in self.held_outputs.items():
+            outputs = DenseRows(held.unsqueeze(-2))
+            found = self.block.observe_output(outputs)
+            if seen in inputs:
+                found |= self.block.observe_pair(inputs[seen], outputs)
+            self.add_output(found, seen)
+        self.held_inputs.clear()
+        self.held_outputs.clear()
+
+    def clear_outputs(self) -> None:
+        """Forget the output side, as ``zero_grad`` forgets gradients."""
+        self.finite.clear()
+        self.held_outputs.clear()
+        for name, statistic in self.block.statistics.items():
+            if statistic.source == "output":
+                self.sums.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget both sides."""
+        self.clear_outputs()
+        self.sums.clear()
+        self.held_inputs.clear()
+        self.rows = None
+        self.calls = 0
+
+    def _accumulate(self, contributions: Mapping[str, Tensor]) -> None:
+        for name, value in contributions.items():
+            before = self.sums.get(name)
+            if before is None:
+                self.sums[name] = value
+            elif self.block.statistics[name].combine == "gather":
+                self.sums[name] = torch.cat([before, value], dim=-2)
+            else:
+                before.add_(value)
+
+    def _screen(self, contributions: Mapping[str, Tensor]) -> Tensor:
+        """Zero contributions that are not finite and return, on the device, whether they were.
+
+        A second moment bounds its entries by its diagonal, so a symmetric matrix is finite when its
+        trace is.
+        """
+        finite: Tensor | None = None
+        for name, value in contributions.items():
+            symmetric = self.block.statistics[name].symmetric
+            probe = value.diagonal(dim1=-2, dim2=-1) if symmetric else value
+            ok = torch.isfinite(probe.sum())
+            finite = ok if finite is None else finite & ok
+        assert finite is not None
+        bad = ~finite
+        for value in contributions.values():
+            value.masked_fill_(bad, 0)
+        self.dropped = bad.to(torch.int64) if self.dropped is None else self.dropped + bad
+        return finite
+
+
+class Normaliser:
+    """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
+
+    def __init__(
+        self, passes: Iterable[Pass], loss_average: str | float | None, unscaled: bool
+    ) -> None:
+        self.passes = list(passes)
+        self.loss_average = loss_average
+        self.unscaled = unscaled
+        self._total = sum((self._weight(seen) for seen in self.passes), start=0.0)
+
+    def _weight(self, seen: Pass) -> float | Tensor:
+        if self.loss_average == "token":
+            if seen.terms is None:
+                raise RuntimeError(
+                    "loss_average='token' could not count the loss terms: no output of the model "
+                    "received a gradient. Give the number that the loss was divided by instead."
+                )
+            return seen.terms
+        return float(seen.samples)
+
+    @property
+    def samples(self) -> float | Tensor:
+        """``N``."""
+        if self.loss_average is None:
+            return 1.0
+        if isinstance(self.loss_average, str):
+            return self._total
+        return float(self.loss_average)
+
+    def scale(self, degree: int) -> float | Tensor:
+        """Factor that turns sums of loss gradients into sums of per-sample gradients."""
+        return 1.0 if self.unscaled else self.samples**degree
+
+    def count(self, finite: Mapping[Pass, Tensor]) -> Tensor:
+        """``N`` times the share of samples in passes that this layer saw and that were finite."""
+        device = next(iter(finite.values())).device
+        seen = new_count(0.0, device)
+        for one, flag in finite.items():
+            seen = seen + flag * self._weight(one)
+        return seen * (self.samples / self._total)
