@@ -85,8 +85,9 @@ def zero_pad(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
 def patches(x: Tensor, window: Window) -> Tensor:
     """Collect all patches: ``[N, g·C, *spatial] -> [*b, N, S, taps·C]``.
 
-    Features are ordered as in a ``channels_last`` weight: taps first, channels inside. This is the slow, obvious form (``taps`` copies of the input), used where rows themselves are
-    wanted and where patches do not overlap.
+    Features are ordered as in a ``channels_last`` weight: taps first, channels inside. This is the
+    obvious form (``taps`` copies of the input), used where rows themselves are wanted and where
+    there is nothing to share between patches.
     """
     dims = len(window.kernel)
     view = zero_pad(x, window.padding)

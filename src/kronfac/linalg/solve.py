@@ -21,7 +21,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
         try:
             values, vectors = torch.linalg.eigh(candidate)
-        except torch._C._LinAlgError:
+        except RuntimeError:  # torch.linalg.LinAlgError is one; drivers raise others
             return None
         return vectors, values.clamp_(min=0)
 
