@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ from torch import Tensor
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
+
+_CHANNELS_LAST = {
+    1: torch.contiguous_format,
+    2: torch.channels_last,
+    3: torch.channels_last_3d,
+}
 
 
 def patch_covariance(x: Tensor, window: Window) -> Tensor:
@@ -44,40 +51,61 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
 def covariance_flops(shape: Sequence[int], window: Window) -> int:
     """FLOPs of the algorithm that :func:`patch_covariance` takes for an input of this shape."""
     if _sliding_pays(shape, window):
-        return _sliding_flops(shape, window)
-    return _collecting_flops(shape, window)
+        return _image_flops(shape, window) + _strip_flops(shape, window)
+    return collecting_flops(shape, window)
 
 
-def _collecting_flops(shape: Sequence[int], window: Window) -> int:
+def collecting_flops(shape: Sequence[int], window: Window) -> int:
+    """FLOPs of collecting all patches and multiplying them (unfold + GEMM)."""
     positions = shape[0] * math.prod(window.output_size(shape[2:]))
     return 2 * positions * shape[1] ** 2 // window.groups * window.taps**2
 
 
-def _sliding_flops(shape: Sequence[int], window: Window) -> int:
-    offsets = window.kernel[0] * math.prod(2 * k - 1 for k in window.kernel[1:])
-    products = offsets * math.prod(shape[2:])
-    products += sum(strip.offsets * strip.volume for strip in _strips(shape[2:], window))
+def _image_flops(shape: Sequence[int], window: Window) -> int:
+    longest = window.kernel[_longest(window)]
+    offsets = longest * math.prod(2 * k - 1 for k in window.kernel) // (2 * longest - 1)
+    return 2 * shape[0] * shape[1] ** 2 // window.groups * offsets * math.prod(shape[2:])
+
+
+def _strip_flops(shape: Sequence[int], window: Window) -> int:
+    products = sum(one.offsets * one.volume for one in _strips(tuple(shape[2:]), window))
     return 2 * shape[0] * shape[1] ** 2 // window.groups * products
 
 
 def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
-    """Compare the two algorithms by a cost model in FLOPs; it reads shapes only."""
+    """Choose by a cost model that reads shapes only, so that every run and rank chooses alike.
+
+    The constants (nanoseconds) were fitted on a two-core AVX-512 machine; what matters is that many
+    small products (kernels without padding on small maps) are dear and copies are not free.
+    """
     if window.taps == 1 or not window.unit_stride:
         return False
-    return _sliding_flops(shape, window) < _collecting_flops(shape, window)
+    width = shape[1] // window.groups * window.taps
+    strips = _strips(tuple(shape[2:]), window)
+    sliding = (
+        400_000
+        + _image_flops(shape, window) / 170
+        + _strip_flops(shape, window) / 30
+        + sum(60_000 + 30_000 * strip.offsets for strip in strips)
+        + 3 * window.groups * width**2
+    )
+    elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
+    speed = 210 * min(1.0, width / 128)
+    return sliding < collecting_flops(shape, window) / speed + 1.2 * elements
 
 
 def _slide(x: Tensor, window: Window) -> Tensor:
     """Return the blocks ``[g, *kernel, C, *kernel, C]`` for a stride of one."""
-    size = x.shape[2:]
+    size = tuple(x.shape[2:])
     dims = len(size)
-    # The first dimension needs offsets >= 0 only: D[-δ] = D[δ]ᵀ.
-    ranges = [(0, window.kernel[0] - 1)] + [(1 - k, k - 1) for k in window.kernel[1:]]
-    half = _offset_products(x, [(0, n) for n in size], ranges, window)
-    mirrored = half.narrow(1, 1, window.kernel[0] - 1).flip(list(range(1, 1 + dims)))
-    blocks = _spread(torch.cat([mirrored.mT, half], dim=1), window, range(dims))
+    x = x.contiguous(memory_format=_CHANNELS_LAST[dims])
+    half = _whole_image_products(x, window)
+    longest = _longest(window)
+    mirrored = half.narrow(1 + longest, 1, window.kernel[longest] - 1)
+    mirrored = mirrored.flip(list(range(1, 1 + dims))).mT
+    blocks = _spread(torch.cat([mirrored, half], dim=1 + longest), window, range(dims))
     for strip in _strips(size, window):
-        strip.subtract(blocks, _offset_products(x, strip.box, strip.ranges, window), window)
+        strip.subtract(blocks, _strip_products(x, strip, window), window)
     return blocks
 
 
@@ -120,8 +148,13 @@ class _Strip:
             target.add_(source, alpha=self.sign)
 
 
-def _strips(size: Sequence[int], window: Window) -> Iterator[_Strip]:
-    """Enumerate the corrections of inclusion and exclusion over all subsets of dimensions."""
+@lru_cache(maxsize=256)
+def _strips(size: tuple[int, ...], window: Window) -> tuple[_Strip, ...]:
+    """List the corrections of inclusion and exclusion over all subsets of dimensions."""
+    return tuple(_enumerate_strips(size, window))
+
+
+def _enumerate_strips(size: tuple[int, ...], window: Window) -> Iterator[_Strip]:
     dims = range(len(size))
     for count in range(1, len(size) + 1):
         for chosen in itertools.combinations(dims, count):
@@ -152,57 +185,91 @@ def _missed(dim: int, size: int, window: Window) -> Iterator[tuple[int, Interval
                 yield tap, (low, high), (least, most)
 
 
-def _offset_products(
-    x: Tensor, box: Sequence[Interval], ranges: Sequence[Interval], window: Window
-) -> Tensor:
-    """Return ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` for every offset ``δ`` (in taps) of the ranges.
+def _whole_image_products(x: Tensor, window: Window) -> Tensor:
+    """Return ``D[δ] = Σ_q x[q] x[q + δ]ᵀ`` as ``[g, *offsets, C, C]``.
 
-    The result is ``[g, *offsets, C, C]``. It is the weight gradient of a convolution whose input is
-    the image, whose output gradient is the box and whose kernel has one tap per offset.
+    It is the weight gradient of a convolution whose input and output gradient are both the image and
+    whose kernel has one tap per offset. The longest dimension has offsets ``δ >= 0`` only, since
+    ``D[-δ] = D[δ]ᵀ``.
     """
-    size = x.shape[2:]
-    here = x[(slice(None), slice(None), *(slice(start, stop) for start, stop in box))]
-    seen, uneven, even = [], [], []
-    for (start, stop), (low, high), n, d in zip(box, ranges, size, window.dilation, strict=True):
-        first, last = start + low * d, stop + high * d
-        seen.append(slice(max(first, 0), min(last, n)))
-        before, after = max(-first, 0), max(last - n, 0)
-        even.append(min(before, after))
-        uneven.append((before - even[-1], after - even[-1]))
-    there = zero_pad(x[(slice(None), slice(None), *seen)], uneven)
-    kernel = [high - low + 1 for low, high in ranges]
-    products = _weight_gradient(there, here, kernel, even, window, stride=[1] * len(kernel))
-    dims = len(kernel)
-    by_group: Tensor = products.unflatten(0, (window.groups, -1))
-    return by_group.permute(0, *range(3, 3 + dims), 1, 2).contiguous()
-
-
-def _weight_gradient(
-    image: Tensor,
-    gradient: Tensor,
-    kernel: Sequence[int],
-    padding: Sequence[int],
-    window: Window,
-    stride: Sequence[int],
-) -> Tensor:
-    """Weight gradient of a convolution: ``[g·C, C, *kernel]``."""
-    channels = image.shape[1]
-    like = image.new_empty(channels, channels // window.groups, *kernel)
+    longest, dims = _longest(window), len(window.kernel)
+    reach = [d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True)]
+    kernel = [2 * k - 1 for k in window.kernel]
+    kernel[longest] = window.kernel[longest]
+    after = [(0, reach[dim] if dim == longest else 0) for dim in range(dims)]
+    reach[longest] = 0
+    channels = x.shape[1]
+    weight = x.new_empty(channels, channels // window.groups, *kernel)
     result = torch.ops.aten.convolution_backward(
-        gradient,
-        image,
-        like,
+        x,
+        zero_pad(x, after),
+        weight,
         None,
-        list(stride),
-        list(padding),
+        [1] * dims,
+        reach,
         list(window.dilation),
         False,
-        [0] * len(kernel),
+        [0] * dims,
         window.groups,
         [False, True, False],
     )
-    weight: Tensor = result[1]
-    return weight
+    products: Tensor = result[1].unflatten(0, (window.groups, -1))
+    return products.permute(0, *range(3, 3 + dims), 1, 2).contiguous()
+
+
+def _strip_products(x: Tensor, strip: _Strip, window: Window) -> Tensor:
+    """Return ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` for a strip's offsets as ``[g, *offsets, C, C]``.
+
+    The strip is thin: its positions become rows of one matrix, with zeros between neighbours so that
+    every offset is a shift of rows, and each product is a plain GEMM.
+    """
+    dims = len(window.kernel)
+    slab, margins = [], []
+    for (start, stop), (low, high), d, n in zip(
+        strip.box, strip.ranges, window.dilation, x.shape[2:], strict=True
+    ):
+        slab.append((max(0, start + low * d), min(n, stop + high * d)))
+        margins.append((0, d * max(-low, high)))
+    images = x[(slice(None), slice(None), *(slice(*span) for span in slab))].movedim(1, -1)
+    there = zero_pad(images, [*margins, (0, 0)]).contiguous()
+    here = there
+    if slab != strip.box:
+        inside = tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(strip.box, slab, strict=True)
+        )
+        here = torch.zeros_like(there)
+        here[(slice(None), *inside)] = there[(slice(None), *inside)]
+    strides = [there.stride(1 + dim) // there.stride(dims) for dim in range(dims)]
+    left, right = _grouped_rows(here, window.groups), _grouped_rows(there, window.groups)
+    offsets = list(itertools.product(*(range(low, high + 1) for low, high in strip.ranges)))
+    products: dict[tuple[int, ...], Tensor] = {}
+    for offset in offsets:
+        opposite = tuple(-one for one in offset)
+        if here is there and opposite in products:
+            products[offset] = products[opposite].mT
+            continue
+        shift = sum(
+            one * d * step for one, d, step in zip(offset, window.dilation, strides, strict=True)
+        )
+        ahead, behind = max(shift, 0), max(-shift, 0)
+        rows = left.shape[1]
+        first, second = left[:, behind : rows - ahead], right[:, ahead : rows - behind]
+        products[offset] = first.mT @ second
+    stacked = torch.stack([products[offset] for offset in offsets], dim=1)
+    shape = [high - low + 1 for low, high in strip.ranges]
+    return stacked.reshape(stacked.shape[0], *shape, *stacked.shape[2:])
+
+
+def _grouped_rows(images: Tensor, groups: int) -> Tensor:
+    """``[N, *spatial, g·C] -> [g, rows, C]``."""
+    rows = images.reshape(-1, groups, images.shape[-1] // groups)
+    return rows.transpose(0, 1)
+
+
+def _longest(window: Window) -> int:
+    """The dimension in which the kernel is longest: there symmetry saves most."""
+    return max(range(len(window.kernel)), key=lambda dim: window.kernel[dim])
 
 
 def _spread(products: Tensor, window: Window, dims: Sequence[int]) -> Tensor:
