@@ -37,14 +37,26 @@ _CHANNELS_LAST = {
 
 
 def patch_covariance(x: Tensor, window: Window) -> Tensor:
-    """Return ``Σ a aᵀ`` over all patches: ``[N, g·C, *spatial] -> [*b, C·taps, C·taps]``.
+    """Return ``Σ a aᵀ`` over all patches: ``[N, g·C, *spatial] -> [*b, taps·C, taps·C]``.
 
     Exact to rounding. The algorithm is chosen from the shapes alone.
     """
-    if not _sliding_pays(x.shape, window):
-        return patch_gram(x, window)
-    dims = len(window.kernel)
-    merged = _slide(x, window).flatten(2 + dims).flatten(1, 1 + dims)
+    return (sliding_covariance if _sliding_pays(x.shape, window) else patch_gram)(x, window)
+
+
+def sliding_covariance(x: Tensor, window: Window) -> Tensor:
+    """Return what :func:`patch_covariance` returns, by sliding; the stride must be one."""
+    size = tuple(x.shape[2:])
+    dims = len(size)
+    x = x.contiguous(memory_format=_CHANNELS_LAST[dims])
+    half = _whole_image_products(x, window)
+    longest = _longest(window)
+    mirrored = half.narrow(1 + longest, 1, window.kernel[longest] - 1)
+    mirrored = mirrored.flip(list(range(1, 1 + dims))).mT
+    blocks = _spread(torch.cat([mirrored, half], dim=1 + longest), window, range(dims))
+    for strip in _strips(size, window):
+        strip.subtract(blocks, _strip_products(x, strip, window), window)
+    merged = blocks.flatten(2 + dims).flatten(1, 1 + dims)
     return merged if window.groups > 1 else merged[0]
 
 
@@ -92,21 +104,6 @@ def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
     elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
     speed = 210 * min(1.0, width / 128)
     return sliding < collecting_flops(shape, window) / speed + 1.2 * elements
-
-
-def _slide(x: Tensor, window: Window) -> Tensor:
-    """Return the blocks ``[g, *kernel, C, *kernel, C]`` for a stride of one."""
-    size = tuple(x.shape[2:])
-    dims = len(size)
-    x = x.contiguous(memory_format=_CHANNELS_LAST[dims])
-    half = _whole_image_products(x, window)
-    longest = _longest(window)
-    mirrored = half.narrow(1 + longest, 1, window.kernel[longest] - 1)
-    mirrored = mirrored.flip(list(range(1, 1 + dims))).mT
-    blocks = _spread(torch.cat([mirrored, half], dim=1 + longest), window, range(dims))
-    for strip in _strips(size, window):
-        strip.subtract(blocks, _strip_products(x, strip, window), window)
-    return blocks
 
 
 class _Strip:
