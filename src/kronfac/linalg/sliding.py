@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,10 @@ from torch import Tensor
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
+
+#: Bounds on a portion of the products of a whole image: elements at once, and channels at least.
+_MOST_PRODUCTS = 1 << 20
+_LEAST_PORTION = 32
 
 _CHANNELS_LAST = {
     1: torch.contiguous_format,
@@ -47,15 +52,15 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
 def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     """Return what :func:`patch_covariance` returns, by sliding; the stride must be one."""
     size = tuple(x.shape[2:])
-    dims = len(size)
+    dims, channels = len(size), x.shape[1] // window.groups
     x = x.contiguous(memory_format=_CHANNELS_LAST[dims])
-    half = _whole_image_products(x, window)
-    longest = _longest(window)
-    mirrored = half.narrow(1 + longest, 1, window.kernel[longest] - 1)
-    mirrored = mirrored.flip(list(range(1, 1 + dims))).mT
-    blocks = _spread(torch.cat([mirrored, half], dim=1 + longest), window, range(dims))
+    blocks = x.new_empty(window.groups, *window.kernel, channels, *window.kernel, channels)
+    _fill_whole_image(blocks, x, window)
+    _mirror(blocks, window)
     for strip in _strips(size, window):
-        strip.subtract(blocks, _strip_products(x, strip, window), window)
+        products = _strip_products(x, strip, window)
+        for target, source in _pairs(blocks, products, strip.taps, strip.ranges, window):
+            target.add_(source, alpha=strip.sign)
     merged = blocks.flatten(2 + dims).flatten(1, 1 + dims)
     return merged if window.groups > 1 else merged[0]
 
@@ -106,16 +111,18 @@ def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
     return sliding < collecting_flops(shape, window) / speed + 1.2 * elements
 
 
+@dataclass(frozen=True)
 class _Strip:
-    """A border box whose products are in ``D`` but not in ``A[u, ·]`` for its fixed taps ``u``."""
+    """A border box whose products are in ``D`` but not in ``A[u, ·]`` for its fixed taps.
 
-    def __init__(
-        self, box: list[Interval], ranges: list[Interval], taps: dict[int, int], sign: int
-    ) -> None:
-        self.box = box
-        self.ranges = ranges
-        self.taps = taps
-        self.sign = sign
+    ``ranges`` are the offsets, per dimension, that lead from the box back into the image; ``taps`` maps
+    the dimensions in which the box is thin to the tap of ``u`` that never visits it.
+    """
+
+    box: list[Interval]
+    ranges: list[Interval]
+    taps: dict[int, int]
+    sign: int
 
     @property
     def offsets(self) -> int:
@@ -126,23 +133,6 @@ class _Strip:
     def volume(self) -> int:
         """Number of positions in the box."""
         return math.prod(stop - start for start, stop in self.box)
-
-    def subtract(self, blocks: Tensor, products: Tensor, window: Window) -> None:
-        """Take this strip's products off the blocks of its taps."""
-        dims = len(window.kernel)
-        free = [dim for dim in range(dims) if dim not in self.taps]
-        spread = _spread(products, window, free)
-        fixed = [range(low, high + 1) for low, high in (self.ranges[dim] for dim in self.taps)]
-        for offsets in itertools.product(*fixed):
-            target, source = blocks, spread
-            # Select from the last dimension to the first, so that positions stay valid.
-            for (dim, tap), offset in reversed(list(zip(self.taps.items(), offsets, strict=True))):
-                target = target.select(2 + dims + dim, tap + offset)
-                source = source.select(2 + dims + dim, offset - self.ranges[dim][0])
-            for dim, tap in reversed(list(self.taps.items())):
-                target = target.select(1 + dim, tap)
-                source = source.select(1 + dim, 0)
-            target.add_(source, alpha=self.sign)
 
 
 @lru_cache(maxsize=256)
@@ -182,36 +172,88 @@ def _missed(dim: int, size: int, window: Window) -> Iterator[tuple[int, Interval
                 yield tap, (low, high), (least, most)
 
 
-def _whole_image_products(x: Tensor, window: Window) -> Tensor:
-    """Return ``D[δ] = Σ_q x[q] x[q + δ]ᵀ`` as ``[g, *offsets, C, C]``.
+def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
+    """Write ``D[v - u]``, ``D[δ] = Σ_q x[q] x[q + δ]ᵀ``, into the blocks with ``v >= u`` (longest dim).
 
-    It is the weight gradient of a convolution whose input and output gradient are both the image and
-    whose kernel has one tap per offset. The longest dimension has offsets ``δ >= 0`` only, since
-    ``D[-δ] = D[δ]ᵀ``.
+    ``D`` is the weight gradient of a convolution whose input and output gradient are both the image
+    and whose kernel has one tap per offset. The longest dimension needs offsets ``δ >= 0`` only, since
+    ``D[-δ] = D[δ]ᵀ``. Wide images go in portions of channels, which bounds the memory of ``D``.
     """
     longest, dims = _longest(window), len(window.kernel)
+    ranges = [(1 - k, k - 1) for k in window.kernel]
+    ranges[longest] = (0, window.kernel[longest] - 1)
+    kernel = [high - low + 1 for low, high in ranges]
     reach = [d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True)]
-    kernel = [2 * k - 1 for k in window.kernel]
-    kernel[longest] = window.kernel[longest]
     after = [(0, reach[dim] if dim == longest else 0) for dim in range(dims)]
     reach[longest] = 0
-    channels = x.shape[1]
-    weight = x.new_empty(channels, channels // window.groups, *kernel)
-    result = torch.ops.aten.convolution_backward(
-        x,
-        zero_pad(x, after),
-        weight,
-        None,
-        [1] * dims,
-        reach,
-        list(window.dilation),
-        False,
-        [0] * dims,
-        window.groups,
-        [False, True, False],
-    )
-    products: Tensor = result[1].unflatten(0, (window.groups, -1))
-    return products.permute(0, *range(3, 3 + dims), 1, 2).contiguous()
+    image = zero_pad(x, after)
+    channels = x.shape[1] // window.groups
+    portion = x.shape[1]
+    if window.groups == 1:
+        portion = max(_LEAST_PORTION, _MOST_PRODUCTS // (math.prod(kernel) * channels))
+    for first, part in zip(range(0, x.shape[1], portion), x.split(portion, dim=1), strict=True):
+        result = torch.ops.aten.convolution_backward(
+            part,
+            image,
+            x.new_empty(part.shape[1], channels, *kernel),
+            None,
+            [1] * dims,
+            reach,
+            list(window.dilation),
+            False,
+            [0] * dims,
+            window.groups,
+            [False, True, False],
+        )
+        by_group: Tensor = result[1].unflatten(0, (window.groups, -1))
+        products = by_group.permute(0, *range(3, 3 + dims), 1, 2)
+        rows = blocks.narrow(1 + dims, first, products.shape[-2])
+        for target, source in _pairs(rows, products, {}, ranges, window):
+            target.copy_(source)
+
+
+def _pairs(
+    blocks: Tensor,
+    products: Tensor,
+    taps: Mapping[int, int],
+    ranges: Sequence[Interval],
+    window: Window,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each tap ``u`` (fixed in some dimensions), its blocks and the products that belong there.
+
+    ``blocks`` is ``[g, *kernel, C, *kernel, C]`` and ``products`` ``[g, *offsets, C, C]``, offsets as in
+    the ranges. The block of ``(u, v)`` takes the product of ``v - u``, so that for one ``u`` both are
+    slices.
+    """
+    choices = [[taps[dim]] if dim in taps else range(k) for dim, k in enumerate(window.kernel)]
+    for u in itertools.product(*choices):
+        to, of = [], []
+        for tap, (low, high), k in zip(u, ranges, window.kernel, strict=True):
+            first, last = max(0, tap + low), min(k - 1, tap + high)
+            to.append(slice(first, last + 1))
+            of.append(slice(first - tap - low, last - tap - low + 1))
+        yield (
+            _select(blocks, u)[(slice(None), slice(None), *to)],
+            products[(slice(None), *of)].movedim(-2, 1),
+        )
+
+
+def _select(blocks: Tensor, tap: Sequence[int]) -> Tensor:
+    """Rows of one tap: ``[g, *kernel, C, ...] -> [g, C, ...]``."""
+    for index in tap:
+        blocks = blocks.select(1, index)
+    return blocks
+
+
+def _mirror(blocks: Tensor, window: Window) -> None:
+    """Fill the blocks with ``v < u`` in the longest dimension from their transposes."""
+    longest, dims = _longest(window), len(window.kernel)
+    order = [0, *range(1 + dims, 1 + 2 * dims), *range(1, 1 + dims)]
+    for u in range(window.kernel[longest]):
+        for v in range(u):
+            upper = blocks.select(2 + dims + longest, u).select(1 + longest, v)
+            lower = blocks.select(2 + dims + longest, v).select(1 + longest, u)
+            lower.copy_(upper.permute(order))
 
 
 def _strip_products(x: Tensor, strip: _Strip, window: Window) -> Tensor:
@@ -267,27 +309,3 @@ def _grouped_rows(images: Tensor, groups: int) -> Tensor:
 def _longest(window: Window) -> int:
     """The dimension in which the kernel is longest: there symmetry saves most."""
     return max(range(len(window.kernel)), key=lambda dim: window.kernel[dim])
-
-
-def _spread(products: Tensor, window: Window, dims: Sequence[int]) -> Tensor:
-    """Turn offsets into pairs of taps along ``dims``: the block of ``(u, v)`` is that of ``v - u``.
-
-    ``[g, *offsets, C, C] -> [g, *kernel, C, *kernel, C]``; dimensions that are not in ``dims`` keep
-    size one on the left and their offsets on the right. With ``u`` counted backwards, ``v - u``
-    becomes a sum, so that a strided view does it (a Hankel matrix) and one flip restores the order.
-    """
-    count = len(window.kernel)
-    groups, channels = products.shape[0], products.shape[-1]
-    strides = products.stride()
-    left_shape, left_stride, right_shape, right_stride = [], [], [], []
-    for dim in range(count):
-        inside = dim in dims
-        left_shape.append(window.kernel[dim] if inside else 1)
-        right_shape.append(window.kernel[dim] if inside else products.shape[1 + dim])
-        left_stride.append(strides[1 + dim] if inside else 0)
-        right_stride.append(strides[1 + dim])
-    view = products.as_strided(
-        (groups, *left_shape, channels, *right_shape, channels),
-        (strides[0], *left_stride, strides[-2], *right_stride, strides[-1]),
-    )
-    return view.flip([1 + dim for dim in dims]) if dims else view
