@@ -2,8 +2,9 @@
 
     python examples/digits.py [--plot digits.png] [--seeds 5]
 
-Both optimizers have the same network, data, batch size and shape of schedule (linear decay to zero). Learning
-rates and schedule lengths were chosen for each by `--tune`, which tries the grid below on other seeds.
+Both have the same network, data, batch size and shape of schedule (linear decay to zero). Learning
+rates and schedule lengths were chosen for each by `--tune`, which tries the grid below on other
+seeds.
 """
 
 import argparse
@@ -134,7 +135,9 @@ def compare(seeds: int) -> dict[str, list[Curve]]:
 
 
 def report(curves: dict[str, list[Curve]]) -> None:
-    print(f"Digits, 1,297 training images, batch {BATCH}: medians over {len(curves['SGD'])} seeds\n")
+    print(
+        f"Digits, 1,297 training images, batch {BATCH}: medians over {len(curves['SGD'])} seeds\n"
+    )
     heads = ("optimizer", "steps", "seconds", "ms/step", f"steps to {TARGET:.0%}", "seconds to it")
     print(" ".join(f"{head:>13}" for head in (*heads, "final")))
     print("-" * 97)
@@ -149,7 +152,14 @@ def report(curves: dict[str, list[Curve]]) -> None:
         if missed:
             to_steps += f" ({missed} missed)"
         final = f"{statistics.median(c.accuracy[-1] for c in runs):.2%}"
-        cells = (name, steps, f"{seconds:.2f}", f"{1e3 * seconds / steps:.1f}", to_steps, to_seconds)
+        cells = (
+            name,
+            steps,
+            f"{seconds:.2f}",
+            f"{1e3 * seconds / steps:.1f}",
+            to_steps,
+            to_seconds,
+        )
         print(" ".join(f"{cell:>13}" for cell in (*cells, final)))
 
 
@@ -179,7 +189,9 @@ def plot(curves: dict[str, list[Curve]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--plot", default="digits.png", help="where to save the picture")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tune", action="store_true", help="try the grid instead")

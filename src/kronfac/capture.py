@@ -38,9 +38,11 @@ class Capture:
         self._paused = 0
         self._depth = 0
         self._current: Pass | None = None
+        self._latest: Pass | None = None
+        self._recording = False
+        self.forward_seen = False
         self._implicit: dict[int, Pass] = {}
-        self._backward_task = -1
-        self._unrecorded: dict[nn.Module, int] = {}
+        self._unrecorded: dict[nn.Module, list[Pass]] = {}
 
     # --- hooks ----------------------------------------------------------------------------------
 
@@ -77,6 +79,11 @@ class Capture:
 
     # --- the life of a step ---------------------------------------------------------------------
 
+    def begin_step(self, due: bool) -> None:
+        """Say whether the coming step takes statistics."""
+        self.due = due
+        self.forward_seen = False
+
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
         self.passes.clear()
@@ -89,6 +96,7 @@ class Capture:
         self.edges.clear()
         self._implicit.clear()
         self._unrecorded.clear()
+        self._latest = None
         for state in self._states:
             state.pending.clear()
 
@@ -96,19 +104,28 @@ class Capture:
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth == 1 and self.due:
-            first = _first_tensor((args, kwargs))
-            self._current = None if first is None else Pass(first.shape[0])
-            self._unrecorded.clear()
+        if self._depth > 1:
+            return
+        self.forward_seen = True
+        if not self.due or self._paused:
+            return
+        self._notice_cleared_gradients()
+        first = _first_tensor((args, kwargs))
+        self._current = self._latest = None if first is None else Pass(first.shape[0])
+        self._recording = torch.is_grad_enabled()
 
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        if self._depth == 0:
+            return  # a hook of somebody else raised before ours could open
         self._depth -= 1
         if self._depth > 0:
             return
         seen, self._current = self._current, None
         if seen is None or self.options.loss_average != "token":
+            return
+        if self.options.fisher != "empirical":
             return
         scores = _first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
@@ -122,19 +139,30 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
+        self.forward_seen = True
         if not self.due or self._paused or not module.training:
             return
         if not torch.is_grad_enabled():
-            self._unrecorded[module] = self._unrecorded.get(module, 0) + 1
+            if self._current is not None and self._recording:
+                self._unrecorded.setdefault(module, []).append(self._current)
             return
         if not output.requires_grad or not state.layer.weight.requires_grad:
             return
-        if self._recomputing(module):
-            return
+        if module.weight is not state.layer.weight:
+            return  # torch.func.functional_call with other weights
+        seen = self._current
+        if _inside_backward():
+            # Activation checkpointing repeats a forward. If the first one was without gradients
+            # (reentrant), it was not observed and this one counts; else it was, and this one does not.
+            unrecorded = self._unrecorded.get(module)
+            if not unrecorded:
+                return
+            seen = unrecorded.pop()
         if state.layer.stale():
             state.reset()
         values = args if args else tuple(kwargs.values())
-        seen = self._current or self._implicit_pass(state, values[0])
+        if seen is None:
+            seen = self._implicit_pass(state, values[0])
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             self._observe_input(state, values, seen)
         if self.options.fisher in ("mc", "exact"):
@@ -153,31 +181,23 @@ class Capture:
                 state.pending.add_input(state.block.observe_input(rows), rows.count)
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
-        """Pass of a layer called outside the model's forward: its n-th call belongs to the n-th."""
+        """Pass of a layer that is called outside the model's forward.
+
+        With as many samples as the latest forward it belongs to that one (a head beside a body);
+        otherwise its n-th call belongs to the n-th such pass.
+        """
+        samples = x.shape[0] if x.dim() > 1 else 1
+        if self._latest is not None and self._latest.samples == samples:
+            return self._latest
         index = state.pending.calls
         state.pending.calls += 1
-        samples = x.shape[0] if x.dim() > 1 else 1
         return self._implicit.setdefault(index, Pass(samples))
-
-    def _recomputing(self, module: nn.Module) -> bool:
-        """Whether this forward repeats one that was already observed (activation checkpointing).
-
-        A forward inside a backward is a recomputation. If the first run was without gradients
-        (reentrant checkpointing) it was not observed, and this one is the first that counts.
-        """
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            return False
-        unrecorded = self._unrecorded.get(module, 0)
-        if unrecorded:
-            self._unrecorded[module] = unrecorded - 1
-        return unrecorded == 0
 
     # --- backward -------------------------------------------------------------------------------
 
     def _backward(self, state: LayerState, seen: Pass, grad: Tensor) -> None:
         if self._paused:
             return
-        self._notice_cleared_gradients(state)
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             self.observe_output(state, seen, grad)
 
@@ -187,12 +207,12 @@ class Capture:
         seen: Pass,
         grad: Tensor,
         draw: int = 0,
-        weight: float = 1.0,
+        share: float = 1.0,
         scaled: bool = True,
     ) -> None:
         """Add the gradient of one call's output.
 
-        ``weight`` multiplies it in a mean over draws; ``scaled`` says that it carries the factor of a
+        ``share`` is its weight in a mean over draws; ``scaled`` says that it carries the factor of a
         gradient scaler.
         """
         with self.phases("observe-output"):
@@ -201,27 +221,21 @@ class Capture:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad)
             if state.block.holds_rows:
-                state.pending.hold_output(rows.summed() * weight, seen, draw)
-                return
-            found = state.block.observe_output(rows)
-            if weight != 1:
-                for name, value in found.items():
-                    value.mul_(weight ** state.block.statistics[name].degree)
-            state.pending.add_output(found, seen)
+                state.pending.hold_output(rows.summed(), seen, draw, share)
+            else:
+                state.pending.add_output(state.block.observe_output(rows), seen, share)
 
     def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
 
-    def _notice_cleared_gradients(self, state: LayerState) -> None:
+    def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
-        task = torch._C._current_graph_task_id()
-        if task == self._backward_task:
-            return
-        self._backward_task = task
-        if state.pending.has_outputs and state.layer.weight.grad is None:
-            self.clear_outputs()
+        for state in self._states:
+            if state.pending.has_outputs and state.layer.weight.grad is None:
+                self.clear_outputs()
+                return
 
 
 class _Hook:
@@ -239,6 +253,29 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+def remove_inert_hooks(model: nn.Module) -> None:
+    """Remove what copying or unpickling has left of the original's hooks."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
+                del hooks[key]
+        for flags in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+            for key in [key for key in flags if key not in module._forward_hooks]:
+                del flags[key]
+        flags = module._forward_pre_hooks_with_kwargs
+        for key in [key for key in flags if key not in module._forward_pre_hooks]:
+            del flags[key]
+
+
+def _is_inert(hook: object) -> bool:
+    return isinstance(hook, _Hook) and hook._target is None
+
+
+def _inside_backward() -> bool:
+    # The graph task is unknown to the compiler, which never runs a forward inside a backward.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kronfac.layer_state import LayerState
+from kronfac.methods.block import Shape, fits
 
 PREFIX = "kronfac."
 _NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
-_NEVER = -1
+_NEVER = -(2**62)  # staggered layers may have refreshed at negative steps
 
 
 def merge(
@@ -34,7 +35,8 @@ def merge(
         groups.append({**group, _NAMES: group_names, _SHAPES: group_shapes})
         for index, name in zip(group["params"], group_names, strict=True):
             if name in entries:
-                state.setdefault(index, {}).update(entries[name])
+                mine = {f"{PREFIX}{key}": value for key, value in entries[name].items()}
+                state.setdefault(index, {}).update(mine)
     return {**base, "state": state, "param_groups": groups}
 
 
@@ -54,7 +56,11 @@ def split(
     ours: dict[str, dict[str, Any]] = {}
     start = 0
     for group, current in zip(groups, names, strict=True):
-        where = dict(zip(group.pop(_NAMES), group["params"], strict=True))
+        saved_names = group.pop(_NAMES)
+        where = dict(zip(saved_names, group["params"], strict=True))
+        if "param_names" in group:
+            own = dict(zip(saved_names, group["param_names"], strict=True))
+            group["param_names"] = [own[name] for name in current]
         del group[_SHAPES]
         group["params"] = list(range(start, start + len(current)))
         for index, name in zip(group["params"], current, strict=True):
@@ -108,7 +114,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
         entry["momentum"] = state.momentum
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
-    numbers += [state.offset, state.failures, state.failures_in_a_row]
+    numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.per_sample)]
     entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
     if state.pending.dropped is not None:
         entry["dropped"] = state.pending.dropped
@@ -120,11 +126,15 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     state.reset()
     if "schedule" not in entry:
         return
+    solved, last, offset, failures, in_a_row, per_sample = entry["schedule"].tolist()
+    if state.per_sample and not per_sample:
+        state.fall_back_to_expand()
+    state.offset, state.failures, state.failures_in_a_row = offset, failures, in_a_row
     device = state.layer.weight.device
 
-    def read(key: str, shape: tuple[int, ...]) -> Tensor:
+    def read(key: str, shape: Shape) -> Tensor:
         value: Tensor = entry[key]
-        if tuple(value.shape) != shape:
+        if not fits(shape, value):
             raise ValueError(
                 f"layer {state.name!r}: {key} is {tuple(value.shape)} in the checkpoint and {shape} "
                 "here; load it with the same bias, max_dim, sharing and fisher as it was saved with."
@@ -133,13 +143,12 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
 
     for name, running in state.running.items():
         if f"{name}.sum" in entry:
-            running.sum = read(f"{name}.sum", running.statistic.shape)
+            running.sum = read(f"{name}.sum", running.statistic.sum_shape)
             running.count = read(f"{name}.count", ())
     if "momentum" in entry:
         state.momentum = read("momentum", state.layer.matrix_shape)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", ())
-    solved, last, state.offset, state.failures, state.failures_in_a_row = entry["schedule"].tolist()
     shapes = state.block.solution_shapes
     if all(f"solution.{name}" in entry for name in shapes):
         state.solution = {name: read(f"solution.{name}", shape) for name, shape in shapes.items()}

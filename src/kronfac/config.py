@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 Number = float | Callable[[int], float]
@@ -126,6 +127,12 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
+def check_scaler(value: Any) -> None:
+    """Raise unless ``value`` is a gradient scaler or nothing."""
+    if value is not None and not isinstance(value, torch.amp.GradScaler):
+        raise ValueError(f"grad_scaler={value!r} must be a torch.amp.GradScaler or None.")
+
+
 def check_fraction(name: str, value: Any) -> None:
     """Raise unless ``value`` is a number in [0, 1]."""
     if not _is_real(value) or not 0 <= value <= 1:
@@ -148,6 +155,6 @@ def as_patterns(value: Pattern | Sequence[Pattern] | None) -> tuple[Pattern, ...
     """Accept one pattern, several or none."""
     if value is None:
         return ()
-    if isinstance(value, str | type):
-        return (value,)
-    return tuple(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(value)
+    return (value,)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
@@ -17,9 +18,11 @@ BlockFactory = Callable[[Layer, bool], Block]
 class LayerState:
     """A layer, its block, and the tensors that the block works on."""
 
-    def __init__(self, layer: Layer, make_block: BlockFactory, per_sample: bool) -> None:
+    def __init__(
+        self, layer: Layer, make_block: BlockFactory, per_sample: bool, has_momentum: bool
+    ) -> None:
         self.layer = layer
-        self.modules: list[nn.Module] = [layer.module]
+        self.has_momentum = has_momentum
         self.per_sample = per_sample
         self.note = ""
         self.offset = 0
@@ -56,7 +59,14 @@ class LayerState:
         self.note = "expand: rows not grouped by sample"
         self.reset()
 
-    def allocate(self, momentum: bool) -> None:
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of statistics, solution and momentum once they exist."""
+        cost = self.block.cost
+        momentum = math.prod(self.layer.matrix_shape) * self.layer.factor_dtype.itemsize
+        return cost.statistics_bytes + cost.solution_bytes + momentum * self.has_momentum
+
+    def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
         weight = self.layer.weight
         dtype, device = self.layer.factor_dtype, weight.device
@@ -64,8 +74,10 @@ class LayerState:
             running.allocate(dtype, device)
         if self.solution is None:
             self.solution = {
-                name: torch.zeros(shape, dtype=dtype, device=device)
+                name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)
                 for name, shape in self.block.solution_shapes.items()
             }
-        if momentum and self.momentum is None:
+        if self.pending.dropped is None:
+            self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
+        if self.has_momentum and self.momentum is None:
             self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)

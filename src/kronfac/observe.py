@@ -56,22 +56,22 @@ class Observer:
         for _, seen, _ in self.capture.edges:
             seen.terms = weights.sum().to(torch.float64)
         if self.fisher == "exact":
-            draws, weight = exact_gradients(scores, likelihood), 1.0  # type: ignore[arg-type]
+            draws, share = exact_gradients(scores, likelihood), 1.0  # type: ignore[arg-type]
         else:
             source = generator or self._generator(scores.device)
             draws = (sampled_gradient(scores, likelihood, source) for _ in range(samples))  # type: ignore[arg-type]
-            weight = samples**-0.5
+            share = 1 / samples
         for number, gradient in enumerate(draws):
-            self._send(outputs, gradient * weights[..., None], number, weight)
+            self._send(outputs, gradient * weights[..., None], number, share)
         self.capture.edges.clear()
 
-    def _send(self, outputs: Tensor, gradient: Tensor, draw: int, weight: float) -> None:
+    def _send(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         edges = [edge for _, _, edge in self.capture.edges]
         found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
             for (state, seen, _), grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
-                    self.capture.observe_output(state, seen, grad, draw, weight, scaled=False)
+                    self.capture.observe_output(state, seen, grad, draw, share, scaled=False)
 
     # --- random numbers -------------------------------------------------------------------------
 
@@ -84,6 +84,11 @@ class Observer:
                 generator.manual_seed(torch.initial_seed())
             self._generators[device] = generator
         return self._generators[device]
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the generator that sampling will use."""
+        if self.fisher == "mc":
+            self._generator(device)
 
     def random_state(self) -> Tensor | None:
         """State of our generator, if one has been used or loaded."""

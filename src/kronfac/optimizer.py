@@ -13,15 +13,17 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kronfac import checkpoint
-from kronfac.config import Count, Number, Options, Schedules
+from kronfac.capture import remove_inert_hooks
+from kronfac.config import Count, Number, Options, Schedules, check_scaler
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner
 from kronfac.refusals import check_base, check_model
-from kronfac.selection import plain_name
+from kronfac.selection import plain_name, unwrap
 from kronfac.summary import describe
 
 
@@ -45,6 +47,7 @@ class Preconditioned(Optimizer, ABC):
     ) -> None:
         self.model = model
         self.base = base
+        remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
         Optimizer.__setstate__(self, {})
         self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
@@ -96,7 +99,7 @@ class Preconditioned(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         ours = self._preconditioner
-        if ours.is_empty_first_step(self.param_groups):
+        if ours.is_empty_step(self.param_groups):
             ours.allocate()
             self.base.step()
             return loss
@@ -155,6 +158,7 @@ class Preconditioned(Optimizer, ABC):
 
     @grad_scaler.setter
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        check_scaler(scaler)
         self._preconditioner.capture.scaler = scaler
 
     def _get(self, name: str) -> Any:
@@ -163,7 +167,7 @@ class Preconditioned(Optimizer, ABC):
     def _set(self, name: str, value: Any) -> None:
         ours = self._preconditioner
         ours.schedules.set(name, value)
-        ours.capture.due = ours.clock.factor_due()
+        ours.reschedule()
 
     # --- observing ------------------------------------------------------------------------------
 
@@ -219,6 +223,7 @@ class Preconditioned(Optimizer, ABC):
         states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
         taken = {p for s in states for p in s.layer.parameters}
         trained = {p for group in self.param_groups for p in group["params"]}
+        beside_frozen = {s.layer.bias for s in ours.layers.values() if s not in states}
         left_out = {}
         for parameter, name in self._names().items():
             if parameter in taken:
@@ -227,9 +232,12 @@ class Preconditioned(Optimizer, ABC):
                 reason = "frozen"
             elif parameter not in trained:
                 reason = "not given to the base optimizer"
+            elif parameter in beside_frozen:
+                reason = "its weight is frozen"
             else:
                 reason = ours.reasons.get(name, "not a parameter of the model")
-            left_out[name] = (parameter.numel(), reason)
+            lazy = isinstance(parameter, UninitializedParameter)
+            left_out[name] = (0 if lazy else parameter.numel(), reason)
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
         return describe(title, states, left_out)
 
@@ -268,7 +276,7 @@ class Preconditioned(Optimizer, ABC):
 
     def _names(self) -> dict[nn.Parameter, str]:
         """Plain names of the model's and the base optimizer's parameters."""
-        names = {p: plain_name(name) for name, p in self.model.named_parameters()}
+        names = {p: plain_name(name) for name, p in unwrap(self.model).named_parameters()}
         for number, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 names.setdefault(parameter, f"group{number}.param{index}")
@@ -288,6 +296,8 @@ class Preconditioned(Optimizer, ABC):
             "base": self.base,
             "options": ours.options,
             "schedules": ours.schedules,
+            "scaler": self.grad_scaler,
+            "detached": ours.detached,
             "entries": ours.entries(self._names()),
         }
 
@@ -295,3 +305,6 @@ class Preconditioned(Optimizer, ABC):
         """Watch the copied model and continue from the copied tensors."""
         self._build(state["model"], state["base"], state["options"], state["schedules"])
         self._preconditioner.load_entries(self._names(), state["entries"])
+        self.grad_scaler = state["scaler"]
+        if state["detached"]:
+            self.detach()

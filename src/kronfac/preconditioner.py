@@ -21,7 +21,7 @@ from kronfac.phases import Phases
 from kronfac.rescale import Update, graft, kl_clip_factor, unit
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
-from kronfac.statistics import Normaliser, new_count
+from kronfac.statistics import Normaliser
 
 #: Refreshes of one layer that may fail in a row before training stops.
 MAX_FAILURES = 5
@@ -50,19 +50,28 @@ class Preconditioner:
         self.layers: dict[nn.Parameter, LayerState] = {}
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
+        self.detached = False
         self._warned: set[str] = set()
 
     # --- attaching ------------------------------------------------------------------------------
 
     def attach(self, groups: ParamGroups) -> None:
         """Watch every selected layer whose weight is trained and that is not watched yet."""
+        if self.detached:
+            return
         trained = {p for group in groups for p in group["params"]}
         selection = Selection(self.model, self.options.include, self.options.exclude)
         self.reasons = selection.reasons
         for layer, others in selection.layers.items():
             if layer.weight in self.layers or layer.weight not in trained:
                 continue
-            state = LayerState(layer, self.make_block, self.options.sharing == "reduce")
+            state = LayerState(
+                layer,
+                self.make_block,
+                per_sample=self.options.sharing == "reduce",
+                has_momentum=self.options.momentum > 0,
+            )
+            state.note = selection.notes.get(layer.name, "")
             self.layers[layer.weight] = state
             for module in (layer.module, *others):
                 self.capture.attach_layer(state, module)
@@ -74,7 +83,8 @@ class Preconditioner:
                 state.offset = offset
 
     def detach(self) -> None:
-        """Remove every hook and forget all layers."""
+        """Remove every hook and forget all layers, for good."""
+        self.detached = True
         self.capture.detach()
         self.layers.clear()
 
@@ -82,7 +92,7 @@ class Preconditioner:
 
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
-        if self.clock.factor_due():
+        if self.capture.due:
             with self.phases("reduce"):
                 self._reduce()
         with self.phases("refresh"):
@@ -95,11 +105,22 @@ class Preconditioner:
     def advance(self) -> None:
         """Count a completed step."""
         self.clock.step += 1
-        self.capture.due = self.clock.factor_due()
+        self.capture.begin_step(self.clock.factor_due())
 
-    def is_empty_first_step(self, groups: ParamGroups) -> bool:
-        """Whether this is the zero-gradient step by which loaders make state appear."""
-        if self.clock.step or any(not state.pending.empty for state in self.layers.values()):
+    def reschedule(self) -> None:
+        """Take a changed interval into account, from the next forward on."""
+        if not self.capture.forward_seen:
+            self.capture.due = self.clock.factor_due()
+
+    def is_empty_step(self, groups: ParamGroups) -> bool:
+        """Whether this is the zero-gradient step by which loaders make state appear.
+
+        It comes before the first step or with all learning rates at zero, which the host knows.
+        """
+        resting = all(isinstance(g["lr"], int | float) and g["lr"] == 0 for g in groups)
+        if self.clock.step and not resting:
+            return False
+        if any(not state.pending.empty for state in self.layers.values()):
             return False
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
@@ -107,7 +128,8 @@ class Preconditioner:
     def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
         for state in self.layers.values():
-            state.allocate(momentum=self.options.momentum > 0)
+            state.allocate()
+            self.observer.allocate(state.layer.weight.device)
 
     def _reduce(self) -> None:
         """Fold what was observed since the last step into the running averages."""
@@ -125,7 +147,7 @@ class Preconditioner:
         pending = state.pending
         pending.settle()
         if state.has_gradient:
-            pending.sums.update(state.block.observe_gradient(state.layer.gradient()))
+            pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
         for name, running in state.running.items():
             running.decay(decay)
             total = pending.sums.get(name)
@@ -137,8 +159,8 @@ class Preconditioner:
             elif source == "output" and pending.finite:
                 scale = normaliser.scale(running.statistic.degree)
                 running.add(total.mul_(scale), normaliser.count(pending.finite))
-            elif source == "gradient":
-                running.add(total, new_count(1.0, total.device))
+            elif source == "gradient" and pending.gradients is not None:
+                running.add(total, pending.gradients)
 
     def _report_missing(self) -> None:
         """Name the layers that have a gradient but were not observed."""
@@ -148,7 +170,7 @@ class Preconditioner:
             if state.has_gradient
         }
         missing = [
-            state.name
+            state
             for state, wanted in sources.items()
             if ("input" in wanted and not state.pending.has_inputs)
             or ("output" in wanted and not state.pending.has_outputs)
@@ -158,18 +180,22 @@ class Preconditioner:
                 f"fisher={self.options.fisher!r} has observed nothing: call "
                 "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
             )
-        missing = [name for name in missing if name not in self._warned]
-        if not missing or self.options.on_missing == "ignore":
+        if self.options.on_missing == "ignore":
+            return
+        # A gradient of zeros belongs to a layer that was not used; looking at it makes the host wait.
+        new = [state for state in missing if state.name not in self._warned]
+        names = [state.name for state in new if _is_nonzero(state.layer.weight.grad)]
+        if not names:
             return
         message = (
-            f"nothing was captured for {', '.join(map(repr, missing))} although there is a gradient: "
+            f"nothing was captured for {', '.join(map(repr, names))} although there is a gradient: "
             "the module's forward was not called in training mode (its weight may be used directly). "
             "Such a gradient passes as it is; name the layer in exclude to accept that."
         )
         if self.options.on_missing == "raise":
             raise RuntimeError(message)
-        self._warned.update(missing)
-        warnings.warn(message, stacklevel=6)
+        self._warned.update(names)
+        warnings.warn(message, stacklevel=7)
 
     def _refresh(self) -> None:
         """Solve anew for the layers that are due."""
@@ -201,7 +227,7 @@ class Preconditioner:
         if state.last_refresh is None and self.options.stagger and state.offset:
             interval = int(self.schedules.at("refresh_every", step))
             state.last_refresh = step + state.offset - interval
-        elif state.last_refresh is None or not self.clock.early():
+        elif self.clock.refresh_on_grid(state.last_refresh):
             state.last_refresh = step
 
     def _precondition(self, groups: ParamGroups) -> list[tuple[LayerState, Update]]:
@@ -307,3 +333,7 @@ class Preconditioner:
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
         self.capture.due = self.clock.factor_due()
+
+
+def _is_nonzero(grad: Tensor | None) -> bool:
+    return grad is not None and bool(grad.any())

@@ -21,20 +21,23 @@ class Clock:
 
     def factor_due(self) -> bool:
         """Whether statistics are taken at the current step."""
-        if self.last_factor is None or self.early():
-            return True
-        return self.step - self.last_factor >= int(self.schedules.at("factor_every", self.step))
+        return self.early() or self._on_grid("factor_every", self.last_factor)
 
     def mark_factor(self) -> None:
-        """Record that statistics were taken; early ones do not move the grid."""
-        if self.last_factor is None or not self.early():
+        """Record that statistics were taken; early ones between do not move the grid."""
+        if self._on_grid("factor_every", self.last_factor):
             self.last_factor = self.step
 
     def refresh_due(self, last: int | None) -> bool:
         """Whether a layer last refreshed at ``last`` on the grid is due."""
-        if last is None or self.early():
-            return True
-        return self.step - last >= int(self.schedules.at("refresh_every", self.step))
+        return self.early() or self.refresh_on_grid(last)
+
+    def refresh_on_grid(self, last: int | None) -> bool:
+        """Whether it is due on the grid, and not only early."""
+        return self._on_grid("refresh_every", last)
+
+    def _on_grid(self, interval: str, last: int | None) -> bool:
+        return last is None or self.step - last >= int(self.schedules.at(interval, self.step))
 
     def early(self) -> bool:
         """Whether this is t = 1, 2, 4, ... of a long first interval.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -10,12 +9,21 @@ from torch import nn
 from kronfac.config import Pattern
 from kronfac.layers import Layer, find_layer
 
-_WRAPPERS = ("module", "_orig_mod")
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Step through wrappers such as DistributedDataParallel: nothing of their own, one child."""
+    while True:
+        children = dict(model.named_children())
+        inner = children.get("module", children.get("_orig_mod"))
+        own = next(model.named_parameters(recurse=False), None)
+        if inner is None or len(children) > 1 or own is not None:
+            return model
+        model = inner
 
 
 def plain_name(name: str) -> str:
-    """Remove what DistributedDataParallel and ``torch.compile`` put into names."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Remove what ``torch.compile`` puts into the names of compiled submodules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def matches(name: str, module: nn.Module, patterns: tuple[Pattern, ...]) -> bool:
@@ -30,7 +38,7 @@ class Selection:
     """The layers of a model that can and shall be preconditioned, and reasons for the rest.
 
     ``layers`` maps each layer to further modules that use the same weight; ``reasons`` maps names of
-    parameters to half a sentence.
+    parameters to half a sentence; ``notes`` maps names of layers to one.
     """
 
     def __init__(
@@ -39,13 +47,16 @@ class Selection:
         self.include, self.exclude = include, exclude
         self.layers: dict[Layer, list[nn.Module]] = {}
         self.reasons: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         owners: dict[nn.Parameter, Layer] = {}
         taken: set[nn.Parameter] = set()
+        model = unwrap(model)
         for name, module in model.named_modules():
             self._consider(plain_name(name), module, owners, taken)
-        for name, parameter in _own_parameters(model):
-            if parameter in taken:
-                self.reasons.pop(name, None)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            name = plain_name(name)
+            if parameter in taken and self.reasons.pop(name, None) is not None:
+                self._note_other_role(name, owners, parameter)
 
     def _consider(
         self,
@@ -69,14 +80,16 @@ class Selection:
             if parameter not in taken:
                 self.reasons[parameter_name] = found
 
+    def _note_other_role(
+        self, name: str, owners: dict[nn.Parameter, Layer], parameter: nn.Parameter
+    ) -> None:
+        """Say that a weight is used elsewhere in a way whose curvature is not observed."""
+        if parameter in owners:
+            self.notes[owners[parameter].name] = f"also used as {name}, which is not observed"
+
     def _layer_or_reason(self, name: str, module: nn.Module) -> Layer | str:
         if self.include and not matches(name, module, self.include):
             return "not in include"
         if matches(name, module, self.exclude):
             return "in exclude"
         return find_layer(name, module)
-
-
-def _own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield plain_name(name), parameter

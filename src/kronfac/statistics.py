@@ -6,6 +6,7 @@ exact by construction. Nothing here reads a number back from the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -40,7 +41,7 @@ class Running:
     def add(self, total: Tensor, count: Tensor) -> None:
         """Add a contribution; gathered rows replace the old ones."""
         if self.sum is None or self.count is None or self.statistic.combine == "gather":
-            self.sum, self.count = total, count
+            self.sum, self.count = total, count.clone()  # several statistics share one count
         else:
             self.sum.add_(total)
             self.count.add_(count)
@@ -75,7 +76,8 @@ class Pending:
         self.rows: Tensor | None = None
         self.finite: dict[Pass, Tensor] = {}
         self.held_inputs: dict[Pass, tuple[Tensor, int]] = {}
-        self.held_outputs: dict[tuple[Pass, int], Tensor] = {}
+        self.held_outputs: dict[tuple[Pass, int], tuple[Tensor, float]] = {}
+        self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         self.calls = 0
 
@@ -103,14 +105,27 @@ class Pending:
         counted = finite.to(new_count(0.0, finite.device).dtype) * rows
         self.rows = counted if self.rows is None else self.rows + counted
 
-    def add_output(self, contributions: Mapping[str, Tensor], seen: Pass) -> None:
-        """Add one call's output side; a non-finite one is dropped and counted."""
+    def add_output(
+        self, contributions: Mapping[str, Tensor], seen: Pass, share: float = 1.0
+    ) -> None:
+        """Add one call's output side, weighted; a non-finite one is dropped and counted."""
         if not contributions:
             return
+        if share != 1:
+            for name, value in contributions.items():
+                gathered = self.block.statistics[name].combine == "gather"
+                value.mul_(math.sqrt(share) if gathered else share)
         finite = self._screen(contributions)
         self._accumulate(contributions)
         before = self.finite.get(seen)
         self.finite[seen] = finite if before is None else before | finite
+
+    def add_gradient(self, contributions: Mapping[str, Tensor]) -> None:
+        """Add what the gradient matrix of this step shows."""
+        if not contributions:
+            return
+        self.gradients = self._screen(contributions).to(torch.float32)
+        self._accumulate(contributions)
 
     def hold_input(self, rows: Tensor, positions: int, seen: Pass) -> None:
         """Keep rows summed over positions, ``[*b, N, d]``; further uses in a pass add to them."""
@@ -119,11 +134,11 @@ class Pending:
             rows, positions = before[0] + rows, before[1] + positions
         self.held_inputs[seen] = (rows, positions)
 
-    def hold_output(self, rows: Tensor, seen: Pass, draw: int) -> None:
+    def hold_output(self, rows: Tensor, seen: Pass, draw: int, share: float) -> None:
         """Keep output rows summed over positions; uses and backward passes of one draw add up."""
         key = (seen, draw)
         before = self.held_outputs.get(key)
-        self.held_outputs[key] = rows if before is None else before + rows
+        self.held_outputs[key] = (rows if before is None else before[0] + rows, share)
 
     def settle(self) -> None:
         """Turn held rows into contributions."""
@@ -133,12 +148,12 @@ class Pending:
         }
         for rows in inputs.values():
             self.add_input(self.block.observe_input(rows), rows.count)
-        for (seen, _), held in self.held_outputs.items():
+        for (seen, _), (held, share) in self.held_outputs.items():
             outputs = DenseRows(held.unsqueeze(-2))
             found = self.block.observe_output(outputs)
             if seen in inputs:
                 found |= self.block.observe_pair(inputs[seen], outputs)
-            self.add_output(found, seen)
+            self.add_output(found, seen, share)
         self.held_inputs.clear()
         self.held_outputs.clear()
 
@@ -155,7 +170,7 @@ class Pending:
         self.clear_outputs()
         self.sums.clear()
         self.held_inputs.clear()
-        self.rows = None
+        self.rows = self.gradients = None
         self.calls = 0
 
     def _accumulate(self, contributions: Mapping[str, Tensor]) -> None:
@@ -228,4 +243,6 @@ class Normaliser:
         seen = new_count(0.0, device)
         for one, flag in finite.items():
             seen = seen + flag * self._weight(one)
-        return seen * (self.samples / self._total)
+        if isinstance(self.loss_average, str):
+            return seen
+        return seen * (self.samples / max(self._total, 1.0))

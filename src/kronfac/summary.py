@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from kronfac.layer_state import LayerState
@@ -17,15 +18,15 @@ def describe(
     if states:
         rows = [_layer_row(state) for state in states]
         lines += _table(["layer", "type", "d_out x d_in", "method", "memory"], rows)
-    total = sum(_memory(state) for state in states)
+    total = sum(state.held_bytes for state in states)
     weights = sum(p.numel() for state in states for p in state.layer.parameters)
-    lines.append(
-        f"{len(states)} layers, {weights:,} parameters preconditioned, "
-        f"{_bytes(total)} for statistics and solutions."
-    )
     peak = sum(state.block.cost.statistics_bytes for state in states)
-    lines.append(f"Factor steps need another {_bytes(peak)} for a moment.")
-    notes = [f"  {state.name}: {state.note}" for state in states if state.note]
+    lines += [
+        f"{len(states)} layers, {weights:,} parameters preconditioned.",
+        f"Memory: {_bytes(total)} for statistics and solutions, and another {_bytes(peak)} for a",
+        "moment when statistics are taken.",
+    ]
+    notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
     if notes:
         lines += ["Notes:", *notes]
     lines += _left_out_lines(left_out)
@@ -35,15 +36,8 @@ def describe(
 def _layer_row(state: LayerState) -> list[str]:
     *batch, d_out, d_in = state.layer.matrix_shape
     size = f"{d_out} x {d_in}" + (f" ({batch[0]} groups)" if batch else "")
-    forms = getattr(state.block, "forms", {})
-    marks = [f"{side} {form}" for side, form in forms.items() if form != "dense"]
-    method = ", ".join([state.block.label, *marks])
-    return [state.name or "(model)", state.layer.kind, size, method, _bytes(_memory(state))]
-
-
-def _memory(state: LayerState) -> int:
-    cost = state.block.cost
-    return cost.statistics_bytes + cost.solution_bytes
+    kind = _shorten(state.layer.kind, 12)
+    return [state.name or "(model)", kind, size, state.block.label, _bytes(state.held_bytes)]
 
 
 def _left_out_lines(left_out: Mapping[str, tuple[int, str]]) -> list[str]:
@@ -55,14 +49,9 @@ def _left_out_lines(left_out: Mapping[str, tuple[int, str]]) -> list[str]:
     for name, (_, reason) in left_out.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
-        lines.append(f"  {reason}:")
-        line = "   "
-        for name in names:
-            if len(line) + len(name) + 2 > _WIDTH:
-                lines.append(line)
-                line = "   "
-            line += f" {name}"
-        lines.append(line)
+        lines.append(_shorten(f"  {reason}:", _WIDTH))
+        wrapped = textwrap.wrap(" ".join(names), _WIDTH - 4, break_on_hyphens=False)
+        lines += [f"    {line}" for line in wrapped]
     return lines
 
 
@@ -70,7 +59,7 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Columns as wide as needed; names are shortened in the middle to stay within 80 columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     excess = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
-    widths[0] = max(min(widths[0], 12), widths[0] - max(0, excess))
+    widths[0] = max(min(widths[0], 8), widths[0] - max(0, excess))
     lines = []
     for row in [header, *rows]:
         cells = [_shorten(row[0], widths[0]).ljust(widths[0])]

@@ -39,8 +39,9 @@ def _obstacle(module: nn.Module, kind: type[nn.Module]) -> str | None:
         return "it is lazy and not initialised yet: run one forward pass first"
     if weight.is_complex():
         return "its weight is complex"
-    if type(module).forward is not kind.forward:
-        return f"it overrides {kind.__name__}.forward"
+    for method in ("forward", "_conv_forward"):
+        if getattr(type(module), method, None) is not getattr(kind, method, None):
+            return f"it overrides {kind.__name__}.{method}"
     return None
 
 

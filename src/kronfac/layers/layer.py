@@ -21,21 +21,12 @@ class Layer(ABC):
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.bias_trains = self._bias_trains()
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight parameter, as the module holds it now."""
-        weight = self.module.weight
+        weight, bias = module.weight, module.bias
         assert isinstance(weight, nn.Parameter)
-        return weight
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """The bias parameter, if there is one."""
-        bias = self.module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
-        return bias
+        self.weight: nn.Parameter = weight
+        self.bias: nn.Parameter | None = bias
+        self.bias_trains = self._bias_trains()
 
     @property
     def kind(self) -> str:

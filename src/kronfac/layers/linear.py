@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class LinearLayer(Layer):
     def _rows(self, x: Tensor) -> Tensor:
         x = x.detach().to(self.factor_dtype)
         samples = x.shape[0] if x.dim() > 1 else 1
-        return x.reshape(samples, -1, x.shape[-1])
+        return x.reshape(samples, math.prod(x.shape[1:-1]), x.shape[-1])
 
     def _weight_shape(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)

@@ -36,7 +36,7 @@ def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
     the memory layout of ``x``, so that neither layout pays for a transposed copy of a large map.
     """
     samples, channels = x.shape[:2]
-    positions = x[0, 0].numel()
+    positions = x.shape[2:].numel()
     width = channels // groups
     channels_first = x.is_contiguous()
     if channels_first and width <= positions:

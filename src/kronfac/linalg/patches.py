@@ -45,14 +45,6 @@ class Window:
         """Whether the kernel visits every position."""
         return all(s == 1 for s in self.stride)
 
-    @property
-    def disjoint(self) -> bool:
-        """Whether no input element lies in two patches, as in a patch embedding."""
-        return all(
-            s >= d * (k - 1) + 1
-            for s, d, k in zip(self.stride, self.dilation, self.kernel, strict=True)
-        )
-
     def tap_slices(self, size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """For each tap, in row-major order, the input elements it touches, zeros left out."""
         out = self.output_size(size)
@@ -98,9 +90,9 @@ def patches(x: Tensor, window: Window) -> Tensor:
     samples, channels = x.shape[:2]
     # [N, g·C, *out, *kernel] -> [N, *out, *kernel, g, C] -> [g, N, S, taps·C]
     view = view.movedim(1, -1).unflatten(-1, (window.groups, -1)).movedim(-2, 0)
-    rows: Tensor = view.reshape(
-        window.groups, samples, -1, window.taps * (channels // window.groups)
-    )
+    positions = math.prod(window.output_size(x.shape[2:]))
+    width = window.taps * (channels // window.groups)
+    rows: Tensor = view.reshape(window.groups, samples, positions, width)
     return rows if window.groups > 1 else rows[0]
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,8 +30,10 @@ from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
 
-#: Bounds on a portion of the products of a whole image: elements at once, and channels at least.
-_MOST_PRODUCTS = 1 << 20
+#: Work goes in portions that keep its copies small: elements of a batch, elements of its products,
+#: and channels at least.
+_MOST_ELEMENTS = 1 << 18
+_MOST_PRODUCTS = 1 << 18
 _LEAST_PORTION = 32
 
 _CHANNELS_LAST = {
@@ -58,9 +60,9 @@ def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     _fill_whole_image(blocks, x, window)
     _mirror(blocks, window)
     for strip in _strips(size, window):
-        products = _strip_products(x, strip, window)
-        for target, source in _pairs(blocks, products, strip.taps, strip.ranges, window):
-            target.add_(source, alpha=strip.sign)
+        for offset, product in _strip_products(x, strip, window):
+            for block in _blocks_at(blocks, offset, strip, window):
+                block.add_(product, alpha=strip.sign)
     merged = blocks.flatten(2 + dims).flatten(1, 1 + dims)
     return merged if window.groups > 1 else merged[0]
 
@@ -85,7 +87,7 @@ def _image_flops(shape: Sequence[int], window: Window) -> int:
 
 
 def _strip_flops(shape: Sequence[int], window: Window) -> int:
-    products = sum(one.offsets * one.volume for one in _strips(tuple(shape[2:]), window))
+    products = sum(one.products * one.volume for one in _strips(tuple(shape[2:]), window))
     return 2 * shape[0] * shape[1] ** 2 // window.groups * products
 
 
@@ -97,13 +99,16 @@ def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
     """
     if window.taps == 1 or not window.unit_stride:
         return False
+    flops = _image_flops(shape, window) + _strip_flops(shape, window)
+    if flops >= collecting_flops(shape, window):
+        return False
     width = shape[1] // window.groups * window.taps
     strips = _strips(tuple(shape[2:]), window)
     sliding = (
         400_000
         + _image_flops(shape, window) / 170
         + _strip_flops(shape, window) / 30
-        + sum(60_000 + 30_000 * strip.offsets for strip in strips)
+        + sum(60_000 + 30_000 * strip.products for strip in strips)
         + 3 * window.groups * width**2
     )
     elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
@@ -125,9 +130,15 @@ class _Strip:
     sign: int
 
     @property
-    def offsets(self) -> int:
+    def symmetric(self) -> bool:
+        """Whether the box meets only itself, so that opposite offsets are transposes."""
+        return all(self.ranges[dim] == (0, 0) for dim in self.taps)
+
+    @property
+    def products(self) -> int:
         """Number of ``C × C`` products per position."""
-        return math.prod(high - low + 1 for low, high in self.ranges)
+        offsets = math.prod(high - low + 1 for low, high in self.ranges)
+        return (offsets + 1) // 2 if self.symmetric else offsets
 
     @property
     def volume(self) -> int:
@@ -177,7 +188,7 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
 
     ``D`` is the weight gradient of a convolution whose input and output gradient are both the image
     and whose kernel has one tap per offset. The longest dimension needs offsets ``δ >= 0`` only, since
-    ``D[-δ] = D[δ]ᵀ``. Wide images go in portions of channels, which bounds the memory of ``D``.
+    ``D[-δ] = D[δ]ᵀ``. Batches and channels go in portions, which bounds the copies.
     """
     longest, dims = _longest(window), len(window.kernel)
     ranges = [(1 - k, k - 1) for k in window.kernel]
@@ -186,47 +197,49 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
     reach = [d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True)]
     after = [(0, reach[dim] if dim == longest else 0) for dim in range(dims)]
     reach[longest] = 0
-    image = zero_pad(x, after)
     channels = x.shape[1] // window.groups
     portion = x.shape[1]
     if window.groups == 1:
         portion = max(_LEAST_PORTION, _MOST_PRODUCTS // (math.prod(kernel) * channels))
-    for first, part in zip(range(0, x.shape[1], portion), x.split(portion, dim=1), strict=True):
-        result = torch.ops.aten.convolution_backward(
-            part,
-            image,
-            x.new_empty(part.shape[1], channels, *kernel),
-            None,
-            [1] * dims,
-            reach,
-            list(window.dilation),
-            False,
-            [0] * dims,
-            window.groups,
-            [False, True, False],
-        )
-        by_group: Tensor = result[1].unflatten(0, (window.groups, -1))
+    for first in range(0, x.shape[1], portion):
+        total: Tensor | None = None
+        for batch in x.split(max(1, _MOST_ELEMENTS // x[0].numel())):
+            part = batch.narrow(1, first, min(portion, x.shape[1] - first))
+            result: list[Tensor] = torch.ops.aten.convolution_backward(
+                part,
+                zero_pad(batch, after),
+                x.new_empty(part.shape[1], channels, *kernel),
+                None,
+                [1] * dims,
+                reach,
+                list(window.dilation),
+                False,
+                [0] * dims,
+                window.groups,
+                [False, True, False],
+            )
+            total = result[1] if total is None else total.add_(result[1])
+        assert total is not None
+        by_group: Tensor = total.unflatten(0, (window.groups, -1))
         products = by_group.permute(0, *range(3, 3 + dims), 1, 2)
         rows = blocks.narrow(1 + dims, first, products.shape[-2])
-        for target, source in _pairs(rows, products, {}, ranges, window):
+        for target, source in _pairs(rows, products, ranges, window):
             target.copy_(source)
 
 
 def _pairs(
     blocks: Tensor,
     products: Tensor,
-    taps: Mapping[int, int],
     ranges: Sequence[Interval],
     window: Window,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each tap ``u`` (fixed in some dimensions), its blocks and the products that belong there.
+    """For each tap ``u``, its blocks and the products that belong there.
 
     ``blocks`` is ``[g, *kernel, C, *kernel, C]`` and ``products`` ``[g, *offsets, C, C]``, offsets as in
     the ranges. The block of ``(u, v)`` takes the product of ``v - u``, so that for one ``u`` both are
     slices.
     """
-    choices = [[taps[dim]] if dim in taps else range(k) for dim, k in enumerate(window.kernel)]
-    for u in itertools.product(*choices):
+    for u in itertools.product(*(range(k) for k in window.kernel)):
         to, of = [], []
         for tap, (low, high), k in zip(u, ranges, window.kernel, strict=True):
             first, last = max(0, tap + low), min(k - 1, tap + high)
@@ -256,8 +269,10 @@ def _mirror(blocks: Tensor, window: Window) -> None:
             lower.copy_(upper.permute(order))
 
 
-def _strip_products(x: Tensor, strip: _Strip, window: Window) -> Tensor:
-    """Return ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` for a strip's offsets as ``[g, *offsets, C, C]``.
+def _strip_products(
+    x: Tensor, strip: _Strip, window: Window
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield each offset ``δ`` of a strip with ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ``, ``[g, C, C]``.
 
     The strip is thin: its positions become rows of one matrix, with zeros between neighbours so that
     every offset is a shift of rows, and each product is a plain GEMM.
@@ -272,7 +287,7 @@ def _strip_products(x: Tensor, strip: _Strip, window: Window) -> Tensor:
     images = x[(slice(None), slice(None), *(slice(*span) for span in slab))].movedim(1, -1)
     there = zero_pad(images, [*margins, (0, 0)]).contiguous()
     here = there
-    if slab != strip.box:
+    if not strip.symmetric:
         inside = tuple(
             slice(start - first, stop - first)
             for (start, stop), (first, _) in zip(strip.box, slab, strict=True)
@@ -281,23 +296,34 @@ def _strip_products(x: Tensor, strip: _Strip, window: Window) -> Tensor:
         here[(slice(None), *inside)] = there[(slice(None), *inside)]
     strides = [there.stride(1 + dim) // there.stride(dims) for dim in range(dims)]
     left, right = _grouped_rows(here, window.groups), _grouped_rows(there, window.groups)
-    offsets = list(itertools.product(*(range(low, high + 1) for low, high in strip.ranges)))
-    products: dict[tuple[int, ...], Tensor] = {}
-    for offset in offsets:
+    rows = left.shape[1]
+    for offset in itertools.product(*(range(low, high + 1) for low, high in strip.ranges)):
         opposite = tuple(-one for one in offset)
-        if here is there and opposite in products:
-            products[offset] = products[opposite].mT
-            continue
+        if strip.symmetric and opposite < offset:
+            continue  # already given as a transpose
         shift = sum(
             one * d * step for one, d, step in zip(offset, window.dilation, strides, strict=True)
         )
         ahead, behind = max(shift, 0), max(-shift, 0)
-        rows = left.shape[1]
-        first, second = left[:, behind : rows - ahead], right[:, ahead : rows - behind]
-        products[offset] = first.mT @ second
-    stacked = torch.stack([products[offset] for offset in offsets], dim=1)
-    shape = [high - low + 1 for low, high in strip.ranges]
-    return stacked.reshape(stacked.shape[0], *shape, *stacked.shape[2:])
+        product = left[:, behind : rows - ahead].mT @ right[:, ahead : rows - behind]
+        yield offset, product
+        if strip.symmetric and opposite != offset:
+            yield opposite, product.mT
+
+
+def _blocks_at(
+    blocks: Tensor, offset: Sequence[int], strip: _Strip, window: Window
+) -> Iterator[Tensor]:
+    """The blocks ``[g, C, C]`` of all pairs ``(u, u + offset)`` that a strip must be taken off."""
+    choices = [
+        [strip.taps[dim]] if dim in strip.taps else range(max(0, -step), min(k, k - step))
+        for dim, (step, k) in enumerate(zip(offset, window.kernel, strict=True))
+    ]
+    for u in itertools.product(*choices):
+        rows = _select(blocks, u)
+        for tap, step in zip(u, offset, strict=True):
+            rows = rows.select(2, tap + step)
+        yield rows
 
 
 def _grouped_rows(images: Tensor, groups: int) -> Tensor:

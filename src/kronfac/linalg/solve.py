@@ -23,7 +23,8 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
             values, vectors = torch.linalg.eigh(candidate)
         except RuntimeError:  # torch.linalg.LinAlgError is one; drivers raise others
             return None
-        return vectors, values.clamp_(min=0)
+        # Row-major like everything that is loaded: layouts must not change results.
+        return vectors.contiguous(), values.clamp_(min=0)
 
     solved = _climb(matrix, attempt)
     return None if solved is None else (solved[0], solved[1])

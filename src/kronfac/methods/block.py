@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from kronfac.layers.rows import Rows
 
 Tensors = Mapping[str, Tensor]
+#: Sizes of a tensor; ``None`` stands for a number of rows that the data decides.
+Shape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class Statistic:
     combine: Literal["sum", "gather"] = "sum"
 
     @property
-    def numel(self) -> int:
-        """Number of elements of its sum."""
-        return math.prod(self.shape)
+    def sum_shape(self) -> Shape:
+        """Shape of what is kept: gathered rows stand in the last dimension but one."""
+        if self.combine == "sum":
+            return self.shape
+        return (*self.shape[:-1], None, self.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Block(ABC):
     #: What is observed, by name.
     statistics: Mapping[str, Statistic]
     #: Names and shapes of the tensors that :meth:`refresh` returns.
-    solution_shapes: Mapping[str, tuple[int, ...]]
+    solution_shapes: Mapping[str, Shape]
     #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
     #: each call is observed when it happens and nothing is kept.
     holds_rows: bool = False
@@ -105,6 +109,13 @@ class Block(ABC):
         """What the block costs."""
 
 
-def bytes_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes that tensors of these shapes take."""
-    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+def bytes_of(shapes: Iterable[Shape], dtype: torch.dtype) -> int:
+    """Bytes that tensors of these shapes take; rows that the data decides are not counted."""
+    return sum(math.prod(n for n in shape if n is not None) for shape in shapes) * dtype.itemsize
+
+
+def fits(shape: Shape, tensor: Tensor) -> bool:
+    """Whether a tensor has a shape."""
+    if tensor.dim() != len(shape):
+        return False
+    return all(want is None or want == have for want, have in zip(shape, tensor.shape, strict=True))

@@ -57,7 +57,9 @@ class KFACBlock(Block):
         self.widths = {"A": d_in, "G": d_out}
         dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
         self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
-        self.label = f"kfac {self.solver}"
+        marks = {"diagonal": " diag", "identity": " = I"}
+        forms = [f"{side}{marks[form]}" for side, form in self.forms.items() if form in marks]
+        self.label = ", ".join([self.solver, *forms])
         self.statistics = {}
         self.solution_shapes = {}
         for side, form in self.forms.items():
@@ -191,6 +193,6 @@ class KFACBlock(Block):
         return Cost(
             refresh_flops=blocks * refresh,
             precondition_flops=blocks * precondition,
-            statistics_bytes=bytes_of([s.shape for s in self.statistics.values()], self.dtype),
-            solution_bytes=bytes_of(list(self.solution_shapes.values()), self.dtype),
+            statistics_bytes=bytes_of((s.shape for s in self.statistics.values()), self.dtype),
+            solution_bytes=bytes_of(self.solution_shapes.values(), self.dtype),
         )

@@ -1,0 +1,221 @@
+"""What a K-FAC step costs over SGD: means over whole refresh intervals, interleaved with SGD.
+
+    python benchmarks/overhead.py [--workload resnet20 ...] [--rounds 5] [--no-peers]
+
+A median *step* at 10/100 would contain no curvature work at all, so one entry is the mean of a whole
+refresh interval, and K-FAC and SGD take turns step by step. The split by phase comes from a second run
+with timers on. 50/500 is assembled from the phases: each costs the same whenever it happens.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from _common import Timing, interleave, machine_line, table, write_json
+from _models import WORKLOADS
+from _peers import Config, PeerUnavailable, build, training_step
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kronfac
+
+INTERVALS = ((1, 10), (10, 100))
+GOALS = {("resnet20", (1, 10)): 1.0, ("resnet20", (10, 100)): 0.15, ("resnet20", (50, 500)): 0.05}
+PER_FACTOR = ("observe-input", "observe-output", "reduce")
+PEERS = ("adamw", "muon", "soap", "shampoo", "singd")
+
+
+class Run:
+    """A model with K-FAC over SGD, past its first refresh."""
+
+    def __init__(self, workload: str, factor_every: int, refresh_every: int) -> None:
+        model, batch, loss = WORKLOADS[workload]()
+        base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = kronfac.KFAC(
+            model,
+            base,
+            factor_every=factor_every,
+            refresh_every=refresh_every,
+            early_refresh=False,
+            loss_average="token" if workload == "transformer" else "batch",
+        )
+        self.step = training_step(model, batch, loss, self.optimizer)
+        self.step()
+
+
+def measure(workload: str, interval: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Time one setting against SGD, then split it by phase."""
+    factor_every, refresh_every = interval
+    run = Run(workload, factor_every, refresh_every)
+    model, batch, loss = WORKLOADS[workload]()
+    sgd = training_step(model, batch, loss, build("sgd", model, Config()))
+    timings = interleave(
+        {"sgd": sgd, "kfac": run.step}, rounds=rounds, calls=refresh_every, warmup=2
+    )
+    ratio = timings["kfac"].ratio(timings["sgd"])
+    return {
+        "interval": f"{factor_every}/{refresh_every}",
+        "sgd_ms": 1e3 * timings["sgd"].spread.median,
+        "kfac_ms": 1e3 * timings["kfac"].spread.median,
+        "overhead": ratio.median - 1,
+        "quartiles": [ratio.low - 1, ratio.high - 1],
+    }
+
+
+def phase_costs(workload: str, repeats: int = 3) -> dict[str, float]:
+    """Milliseconds of each phase each time it happens, from steps that do everything and nothing."""
+    run = Run(workload, 1, 1)
+    with run.optimizer.timed() as busy:
+        for _ in range(repeats):
+            run.step()
+        costs = {name: 1e3 * busy[name] / repeats for name in (*PER_FACTOR, "refresh")}
+    run.optimizer.factor_every = run.optimizer.refresh_every = 10**9
+    with run.optimizer.timed() as idle:
+        for _ in range(repeats):
+            run.step()
+        costs |= {name: 1e3 * idle[name] / repeats for name in ("precondition", "rescale")}
+    return costs
+
+
+def assemble(costs: dict[str, float], interval: tuple[int, int]) -> float:
+    """Milliseconds that a mean step of this interval spends on curvature."""
+    factor_every, refresh_every = interval
+    per_factor = sum(costs[name] for name in PER_FACTOR)
+    per_step = costs["precondition"] + costs["rescale"]
+    return per_step + per_factor / factor_every + costs["refresh"] / refresh_every
+
+
+class SyncCounter(TorchDispatchMode):
+    """Counts operations that make the host wait for a device."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        moved = name == "_to_copy" and (kwargs or {}).get("device") is not None
+        self.count += name in self.WAITING or moved
+        return func(*args, **(kwargs or {}))
+
+
+def syncs(workload: str) -> dict[str, int]:
+    """Host syncs of one factor step and of one plain step, optimizer included."""
+    counts = {}
+    for name, every in (("factor step", 1), ("plain step", 10**6)):
+        run = Run(workload, every, 10**9)
+        with SyncCounter() as counter:
+            run.step()
+        counts[name] = counter.count
+    return counts
+
+
+def memory(workload: str) -> dict[str, int]:
+    """Bytes of statistics and solutions that exist, beside the closed form of the summary."""
+    run = Run(workload, 1, 1)
+    entries = run.optimizer.state_dict()["state"].values()
+    ours = [
+        value
+        for entry in entries
+        for key, value in entry.items()
+        if key.startswith("kronfac.") and value.dim() > 0 and value.is_floating_point()
+    ]
+    closed = 0
+    for state in run.optimizer._preconditioner.layers.values():
+        *groups, d_out, d_in = state.layer.matrix_shape
+        blocks = groups[0] if groups else 1
+        closed += 4 * blocks * (2 * (d_in**2 + d_out**2) + d_in + d_out)
+    return {"measured": sum(v.numel() * v.element_size() for v in ours), "closed_form": closed}
+
+
+def peers(workload: str, rounds: int) -> list[dict[str, Any]]:
+    """The same table for optimizers from elsewhere, all of them at both intervals."""
+    rows = []
+    for factor_every, refresh_every in INTERVALS:
+        calls, missing = {}, {}
+        model, batch, loss = WORKLOADS[workload]()
+        calls["sgd"] = training_step(model, batch, loss, build("sgd", model, Config()))
+        for name in PEERS:
+            model, batch, loss = WORKLOADS[workload]()
+            config = Config(
+                factor_every=factor_every,
+                refresh_every=refresh_every,
+                per_token=workload == "transformer",
+            )
+            try:
+                calls[name] = training_step(model, batch, loss, build(name, model, config))
+            except PeerUnavailable as reason:
+                missing[name] = str(reason)
+        timings = interleave(calls, rounds=rounds, calls=refresh_every, warmup=2)
+        for name in PEERS:
+            row: dict[str, Any] = {"name": name, "interval": f"{factor_every}/{refresh_every}"}
+            if name in missing:
+                row["missing"] = missing[name]
+            else:
+                row |= _ratio(timings[name], timings["sgd"])
+            rows.append(row)
+    return rows
+
+
+def _ratio(timing: Timing, base: Timing) -> dict[str, float]:
+    return {"ms": 1e3 * timing.spread.median, "overhead": timing.ratio(base).median - 1}
+
+
+def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
+    print(f"\n{workload}")
+    rows = [measure(workload, interval, rounds) for interval in INTERVALS]
+    costs = phase_costs(workload)
+    long = (50, 500)
+    sgd_ms = rows[-1]["sgd_ms"]
+    rows.append(
+        {"interval": "50/500", "sgd_ms": sgd_ms, "overhead": assemble(costs, long) / sgd_ms}
+    )
+    cells = []
+    for row in rows:
+        interval = tuple(int(part) for part in row["interval"].split("/"))
+        goal = GOALS.get((workload, interval))
+        spread = row.get("quartiles")
+        shown = f"[{spread[0]:+.0%}, {spread[1]:+.0%}]" if spread else "assembled"
+        cells.append(
+            [
+                f"K-FAC {row['interval']}",
+                f"{row['sgd_ms']:.1f}",
+                f"{row['kfac_ms']:.1f}" if "kfac_ms" in row else "",
+                f"{row['overhead']:+.1%}",
+                shown,
+                "" if goal is None else f"{goal:+.0%}",
+            ]
+        )
+    print(table(["mean step", "SGD ms", "ms", "over SGD", "quartiles", "goal"], cells))
+    phases = [[name, f"{ms:.2f}"] for name, ms in costs.items()]
+    print(table(["phase", "ms each time"], phases))
+    waits, held = syncs(workload), memory(workload)
+    print(f"host syncs: {waits}")
+    print(f"state: {held['measured']:,} bytes, closed form {held['closed_form']:,}")
+    result = {"kfac": rows, "phases_ms": costs, "syncs": waits, "memory": held}
+    if with_peers:
+        others = peers(workload, rounds=2)
+        shown = [
+            [r["name"], r["interval"], r.get("missing") or f"{r['overhead']:+.1%}"] for r in others
+        ]
+        print(table(["peer", "interval", "over SGD"], shown))
+        result["peers"] = others
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true")
+    arguments = parser.parse_args()
+    print(machine_line())
+    results = {
+        name: report(name, arguments.rounds, not arguments.no_peers) for name in arguments.workload
+    }
+    write_json("overhead", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Rows of every kind of layer against the reference, which cuts patches out one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kronfac.layers import Layer, find_layer
+from kronfac.layers.rows import DenseRows, Rows
+from tests import oracles
+from tests.feature_order import in_library_order
+from tests.layers.cases import CASES, Case, normal
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def layer_of(case: Case) -> Layer:
+    found = find_layer("layer", case.module)
+    assert isinstance(found, Layer), found
+    return found
+
+
+def both_sides(case: Case) -> tuple[Layer, Rows, Rows, Tensor]:
+    """The layer, its input and output rows, and the output gradient that was sent back."""
+    layer = layer_of(case)
+    outputs = case.module(case.x)
+    direction = torch.randn_like(outputs)  # in the layout of the outputs
+    outputs.backward(direction)
+    return layer, layer.inputs((case.x,)), layer.outputs(direction), direction
+
+
+@every_case
+def test_dense_rows_are_the_reference(make: Any) -> None:
+    case = make()
+    _, inputs, outputs, direction = both_sides(case)
+    a, g = oracles.layer_rows(case.module, case.x, direction)
+    assert_equal(inputs.dense(), in_library_order(case.module, a))
+    assert_equal(outputs.dense(), g)
+
+
+@every_case
+def test_rows_give_the_gradient(make: Any) -> None:
+    layer, inputs, outputs, _ = both_sides(make())
+    expected = oracles.gradient_from_rows(inputs.dense(), outputs.dense())
+    assert_equal(layer.gradient(), expected)
+
+
+def each_side(make: Any) -> list[Rows]:
+    _, inputs, outputs, _ = both_sides(make())
+    return [inputs, outputs]
+
+
+@every_case
+def test_covariance(make: Any) -> None:
+    for rows in each_side(make):
+        dense = rows.dense()
+        assert_equal(rows.covariance(), torch.einsum("...nsi,...nsj->...ij", dense, dense))
+
+
+@every_case
+def test_squares(make: Any) -> None:
+    for rows in each_side(make):
+        assert_equal(rows.squares(), rows.dense().square().sum((-3, -2)))
+
+
+@every_case
+def test_total(make: Any) -> None:
+    for rows in each_side(make):
+        assert_equal(rows.total(), rows.dense().sum((-3, -2)))
+
+
+@every_case
+def test_summed_over_positions(make: Any) -> None:
+    for rows in each_side(make):
+        assert_equal(rows.summed(), rows.dense().sum(-2))
+
+
+@every_case
+def test_counts(make: Any) -> None:
+    for rows in each_side(make):
+        samples, positions = rows.dense().shape[-3:-1]
+        assert (rows.samples, rows.positions) == (samples, positions)
+        assert rows.count == samples * positions
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_dense_rows_by_themselves(ones: bool, batch: tuple[int, ...]) -> None:
+    made = normal(*batch, 3, 2, 4)
+    rows = DenseRows(made, ones)
+    dense = rows.dense()
+    assert dense.shape == (*batch, 3, 2, 4 + ones)
+    assert_equal(rows.covariance(), torch.einsum("...nsi,...nsj->...ij", dense, dense))
+    assert_equal(rows.squares(), dense.square().sum((-3, -2)))
+    assert_equal(rows.total(), dense.sum((-3, -2)))
+    assert_equal(rows.summed(), dense.sum(-2))
+
+
+@pytest.mark.parametrize("name", ["linear-sequence", "conv2d-padded", "conv2d-groups", "conv3d"])
+@pytest.mark.parametrize(
+    ("low", "factor"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.half, torch.float32)],
+)
+def test_rows_are_in_factor_precision(name: str, low: torch.dtype, factor: torch.dtype) -> None:
+    case = CASES[name]()
+    module, x = case.module.to(low), case.x.to(low)
+    layer = layer_of(Case(module, x))
+    for rows in (layer.inputs((x,)), layer.outputs(torch.randn_like(module(x)))):
+        made = (rows.dense(), rows.covariance(), rows.squares(), rows.total(), rows.summed())
+        assert {one.dtype for one in made} == {factor}
+
+
+@pytest.mark.parametrize("name", ["linear", "linear-sequence", "conv2d-padded", "conv2d-groups"])
+def test_a_batch_without_samples_adds_nothing(name: str) -> None:
+    case = CASES[name]()
+    empty = case.x[:0]
+    layer = layer_of(case)
+    for rows in (layer.inputs((empty,)), layer.outputs(case.module(empty).detach())):
+        assert rows.count == 0
+        assert not rows.covariance().any()

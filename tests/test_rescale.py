@@ -1,0 +1,265 @@
+"""The length of a step, and momentum before preconditioning."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import kronfac
+from tests.training import (
+    applied,
+    assert_close,
+    assert_same,
+    batch,
+    cnn,
+    frozen_kfac,
+    gradients,
+    images,
+    kfac,
+    loss_of,
+    mlp,
+    parameters,
+    step,
+)
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+def of_layer(values: dict[str, Tensor], name: str) -> Tensor:
+    """Weight and bias of a layer in one vector."""
+    return torch.cat([values[f"{name}.weight"].flatten(), values[f"{name}.bias"].flatten()])
+
+
+def preconditioned(data: Any, model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    """What a first step without rescaling applies."""
+    return applied(model, frozen_kfac(model, **options), data)[1]
+
+
+# --- none ------------------------------------------------------------------------------------
+
+
+def test_none_leaves_steps_as_solved() -> None:
+    plain = preconditioned(batch(), mlp())
+    model = mlp()
+    optimizer = frozen_kfac(model, rescale=None)
+    assert_same(applied(model, optimizer, batch())[1], plain)
+
+
+# --- graft -----------------------------------------------------------------------------------
+
+
+def test_graft_keeps_the_gradients_norm_per_layer() -> None:
+    model = cnn()
+    before, after = applied(model, frozen_kfac(model, rescale="graft"), images())
+    for name in ("0", "2", "5"):
+        assert_close(of_layer(after, name).norm(), of_layer(before, name).norm())
+
+
+def test_graft_keeps_the_direction() -> None:
+    plain = preconditioned(batch(), mlp())
+    model = mlp()
+    _, after = applied(model, frozen_kfac(model, rescale="graft"), batch())
+    for name in ("0", "2", "4"):
+        grafted, solved = of_layer(after, name), of_layer(plain, name)
+        assert_close(grafted / grafted.norm(), solved / solved.norm())
+
+
+def test_graft_takes_the_norm_of_the_momentum() -> None:
+    model = mlp()
+    optimizer = frozen_kfac(model, rescale="graft", momentum=0.5)
+    first, _ = applied(model, optimizer, batch(0))
+    second, after = applied(model, optimizer, batch(1))
+    expected = (0.5 * of_layer(first, "0") + of_layer(second, "0")).norm()
+    assert_close(of_layer(after, "0").norm(), expected)
+
+
+# --- unit ------------------------------------------------------------------------------------
+
+
+def test_unit_gives_each_matrix_muons_norm() -> None:
+    model = cnn()
+    _, after = applied(model, frozen_kfac(model, rescale="unit"), images())
+    for name, (rows, columns) in {"0": (2, 10), "2": (3, 9), "5": (3, 13)}.items():
+        expected = math.sqrt(min(rows, columns)) * math.sqrt(max(1, rows / columns))
+        assert float(of_layer(after, name).norm()) == pytest.approx(expected)
+
+
+def test_unit_gives_tall_matrices_the_longer_norm() -> None:
+    model = nn.Linear(2, 9, bias=False)
+    optimizer = frozen_kfac(model, rescale="unit")
+    model(torch.randn(5, 2)).square().mean().backward()
+    optimizer.step()
+    assert float(model.weight.grad.norm()) == pytest.approx(3)  # √2·√(9/2)
+
+
+def test_unit_gives_every_group_of_a_convolution_the_norm() -> None:
+    model = nn.Conv1d(4, 6, 3, groups=2, bias=False)
+    optimizer = frozen_kfac(model, rescale="unit")
+    model(torch.randn(5, 4, 7)).square().mean().backward()
+    optimizer.step()
+    norms = model.weight.grad.reshape(2, -1).norm(dim=1)
+    assert_close(norms, torch.full((2,), math.sqrt(3)))
+
+
+def test_unit_leaves_parameters_that_are_not_preconditioned() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    before, after = applied(model, frozen_kfac(model, rescale="unit"), batch())
+    assert_same(after["1.weight"], before["1.weight"])
+
+
+# --- KL clip ---------------------------------------------------------------------------------
+
+
+def grouped(model: nn.Sequential, rates: tuple[float, float], **options: Any) -> kronfac.KFAC:
+    """The first layer with a rate of its own."""
+    others = [p for module in model[1:] for p in module.parameters()]
+    groups = [{"params": model[0].parameters(), "lr": rates[0]}, {"params": others, "lr": rates[1]}]
+    return kfac(model, SGD(groups), rescale="kl-clip", **options)
+
+
+def clip_by_hand(
+    before: dict[str, Tensor], solved: dict[str, Tensor], rates: dict[str, float], bound: float
+) -> float:
+    total = sum(rates[n] ** 2 * float((before[n] * solved[n]).sum()) for n in before)
+    return min(1.0, math.sqrt(bound / total))
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e-4, 10.0])
+@pytest.mark.parametrize("rates", [(0.1, 0.1), (0.5, 0.1), (0.0, 0.1)])
+def test_kl_clip_uses_each_groups_own_rate(rates: tuple[float, float], bound: float) -> None:
+    solved = preconditioned(batch(), mlp())
+    model = mlp()
+    before, after = applied(model, grouped(model, rates, kl_clip=bound), batch())
+    by_name = {name: rates[0] if name.startswith("0.") else rates[1] for name in before}
+    factor = clip_by_hand(before, solved, by_name, bound)
+    assert_close(after, {name: value * factor for name, value in solved.items()})
+
+
+def test_kl_clip_knows_a_bias_with_a_rate_of_its_own() -> None:
+    solved = preconditioned(batch(), mlp())
+    model = mlp()
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    base = SGD([{"params": biases, "lr": 0.3}, {"params": weights, "lr": 0.1}])
+    optimizer = kfac(model, base, rescale="kl-clip", kl_clip=1e-5)
+    before, after = applied(model, optimizer, batch())
+    rates = {name: 0.3 if name.endswith("bias") else 0.1 for name in before}
+    factor = clip_by_hand(before, solved, rates, 1e-5)
+    assert_close(after, {name: value * factor for name, value in solved.items()})
+
+
+def test_kl_clip_accepts_rates_that_are_tensors() -> None:
+    model, twin = mlp(), mlp()
+    rate = torch.tensor(0.1)
+    step(model, kfac(model, SGD(model.parameters(), lr=rate), rescale="kl-clip"), batch())
+    step(twin, kfac(twin, SGD(twin.parameters(), lr=0.1), rescale="kl-clip"), batch())
+    assert_close(parameters(model), parameters(twin))
+
+
+def test_a_rate_of_zero_clips_nothing() -> None:
+    solved = preconditioned(batch(), mlp())
+    model = mlp()
+    _, after = applied(model, frozen_kfac(model, rescale="kl-clip", kl_clip=1e-12), batch())
+    assert_same(after, solved)
+
+
+def test_a_negative_sum_clips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kronfac.methods.kfac import KFACBlock
+
+    monkeypatch.setattr(KFACBlock, "precondition", lambda _, solution, gradient, damping: -gradient)
+    model = mlp()
+    optimizer = kfac(model, rescale="kl-clip", kl_clip=1e-12)
+    before, after = applied(model, optimizer, batch())
+    assert_same(after, {name: -value for name, value in before.items()})
+
+
+def test_stats_say_how_often_the_clip_was_active() -> None:
+    model = mlp()
+    optimizer = kfac(model, rescale="kl-clip", kl_clip=1e-9)
+    step(model, optimizer, batch(0))
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer, batch(1))
+    stats = optimizer.stats()
+    assert (stats["kl_clip_active"], stats["kl_clip_steps"]) == (1, 2)
+
+
+# --- momentum --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_taken_before_preconditioning(nesterov: bool) -> None:
+    """buf ← μ·buf + V; the solution is applied to buf, or to V + μ·buf."""
+    mu = 0.9
+    model, twin = mlp(), mlp()
+    optimizer = frozen_kfac(model, momentum=mu, nesterov=nesterov)
+    reference = frozen_kfac(twin)
+    buffer: dict[str, Tensor] = {}
+    for number in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(model, batch(number)).backward()
+        loss_of(twin, batch(number)).backward()
+        raw = gradients(twin)
+        buffer = {name: mu * buffer.get(name, 0) + value for name, value in raw.items()}
+        for name, parameter in twin.named_parameters():
+            used = raw[name] + mu * buffer[name] if nesterov else buffer[name]
+            parameter.grad.copy_(used)
+        optimizer.step()
+        reference.step()
+        assert_close(gradients(model), gradients(twin))
+
+
+def test_momentum_leaves_parameters_that_are_not_preconditioned() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    optimizer = frozen_kfac(model, momentum=0.9)
+    step(model, optimizer, batch(0))
+    before, after = applied(model, optimizer, batch(1))
+    assert_same(after["1.weight"], before["1.weight"])
+
+
+def test_momentum_goes_on_without_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kronfac.methods.kfac.eigen", lambda *_: None)
+    model = mlp()
+    optimizer = frozen_kfac(model, momentum=0.9)
+    first, _ = applied(model, optimizer, batch(0))
+    second, after = applied(model, optimizer, batch(1))
+    assert_close(after, {name: 0.9 * first[name] + second[name] for name in first})
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+def test_param_groups_split_what_is_preconditioned_from_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    chosen, rest = kronfac.param_groups(model, lr=0.02, other_lr=0.3, momentum=0.9)
+    assert chosen["params"] == [*model[0].parameters(), *model[2].parameters()]
+    assert rest["params"] == list(model[1].parameters())
+    assert (chosen["lr"], rest["lr"], rest["momentum"]) == (0.02, 0.3, 0.9)
+    assert "momentum" not in chosen
+
+
+def test_param_groups_leave_out_an_empty_group() -> None:
+    assert len(kronfac.param_groups(mlp(), lr=0.1, other_lr=0.2)) == 1
+
+
+def test_param_groups_follow_include_and_exclude() -> None:
+    chosen, rest = kronfac.param_groups(mlp(), lr=0.1, other_lr=0.2, exclude="4")
+    assert [len(group["params"]) for group in (chosen, rest)] == [4, 2]
+
+
+def test_param_groups_hold_every_parameter_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    groups = kronfac.param_groups(model, lr=0.1, other_lr=0.2)
+    held = [p for group in groups for p in group["params"]]
+    assert len(held) == len(set(held)) == len(list(model.parameters()))
+
+
+def test_param_groups_feed_a_base_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    base = SGD(kronfac.param_groups(model, lr=0.02, other_lr=0.3))
+    step(model, kfac(model, base, rescale="unit"), batch())
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
