@@ -111,7 +111,9 @@ class Capture:
             return
         self._notice_cleared_gradients()
         first = _first_tensor((args, kwargs))
-        self._current = self._latest = None if first is None else Pass(first.shape[0])
+        # A lone vector of numbers is one sample of a model without batches; let its layers decide.
+        unknown = first is None or (first.dim() == 1 and first.is_floating_point())
+        self._current = self._latest = None if unknown or first is None else Pass(first.shape[0])
         self._recording = torch.is_grad_enabled()
 
     def _close(

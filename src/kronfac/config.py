@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -140,7 +141,7 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {

@@ -117,7 +117,7 @@ class Preconditioner:
 
         It comes before the first step or with all learning rates at zero, which the host knows.
         """
-        resting = all(isinstance(g["lr"], int | float) and g["lr"] == 0 for g in groups)
+        resting = all(_is_zero_on_host(group.get("lr")) for group in groups)
         if self.clock.step and not resting:
             return False
         if any(not state.pending.empty for state in self.layers.values()):
@@ -333,6 +333,11 @@ class Preconditioner:
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
         self.capture.due = self.clock.factor_due()
+
+
+def _is_zero_on_host(rate: Any) -> bool:
+    known = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+    return rate is not None and known and float(rate) == 0
 
 
 def _is_nonzero(grad: Tensor | None) -> bool:

@@ -292,9 +292,6 @@ def test_rank_one_vectors_are_averages_over_steps() -> None:
     assert_equal(running["b"].mean(), expected_b)
 
 
-@pytest.mark.xfail(
-    reason="capture weights a draw by samples**(-degree/2); a mean of degree 1 needs 1/samples"
-)
 def test_rank_one_vector_of_several_draws_is_their_mean() -> None:
     def mean_vector(samples: int, generator: torch.Generator) -> Tensor:
         torch.manual_seed(0)
