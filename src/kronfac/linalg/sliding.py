@@ -30,10 +30,11 @@ from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
 
-#: Work goes in portions that keep its copies small: elements of a batch, elements of its products,
-#: and channels at least.
-_MOST_ELEMENTS = 1 << 18
-_MOST_PRODUCTS = 1 << 18
+#: Work goes in portions that keep its copies small: elements of a batch, elements of its products
+#: (of the image, of its borders), and channels at least.
+_MOST_ELEMENTS = 1 << 20
+_MOST_PRODUCTS = 1 << 20
+_MOST_STRIP_PRODUCTS = 1 << 18
 _LEAST_PORTION = 32
 
 _CHANNELS_LAST = {
@@ -59,10 +60,11 @@ def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     blocks = x.new_empty(window.groups, *window.kernel, channels, *window.kernel, channels)
     _fill_whole_image(blocks, x, window)
     _mirror(blocks, window)
-    for strip in _strips(size, window):
-        for offset, product in _strip_products(x, strip, window):
-            for block in _blocks_at(blocks, offset, strip, window):
-                block.add_(product, alpha=strip.sign)
+    for strips in _strips(size, window):
+        for offset, products in _strip_products(x, strips, window):
+            for strip, product in zip(strips, products, strict=True):
+                target = _blocks_at(blocks, offset, strip)
+                target.add_(product[(..., *[None] * (target.dim() - 3))], alpha=strip.sign)
     merged = blocks.flatten(2 + dims).flatten(1, 1 + dims)
     return merged if window.groups > 1 else merged[0]
 
@@ -87,7 +89,8 @@ def _image_flops(shape: Sequence[int], window: Window) -> int:
 
 
 def _strip_flops(shape: Sequence[int], window: Window) -> int:
-    products = sum(one.products * one.volume for one in _strips(tuple(shape[2:]), window))
+    strips = itertools.chain.from_iterable(_strips(tuple(shape[2:]), window))
+    products = sum(strip.products * strip.volume for strip in strips)
     return 2 * shape[0] * shape[1] ** 2 // window.groups * products
 
 
@@ -103,7 +106,7 @@ def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
     if flops >= collecting_flops(shape, window):
         return False
     width = shape[1] // window.groups * window.taps
-    strips = _strips(tuple(shape[2:]), window)
+    strips = list(itertools.chain.from_iterable(_strips(tuple(shape[2:]), window)))
     sliding = (
         400_000
         + _image_flops(shape, window) / 170
@@ -120,14 +123,20 @@ def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
 class _Strip:
     """A border box whose products are in ``D`` but not in ``A[u, ·]`` for its fixed taps.
 
-    ``ranges`` are the offsets, per dimension, that lead from the box back into the image; ``taps`` maps
-    the dimensions in which the box is thin to the tap of ``u`` that never visits it.
+    Everything is per dimension: ``ranges`` are the offsets that lead from the box back into the image,
+    ``slab`` is the part of the image that they reach, and ``taps`` maps the dimensions in which the box
+    is thin to the tap of ``u`` that never visits it.
     """
 
-    box: list[Interval]
-    ranges: list[Interval]
+    box: tuple[Interval, ...]
+    slab: tuple[Interval, ...]
+    ranges: tuple[Interval, ...]
     taps: dict[int, int]
-    sign: int
+
+    @property
+    def sign(self) -> int:
+        """Inclusion and exclusion."""
+        return -1 if len(self.taps) % 2 else 1
 
     @property
     def symmetric(self) -> bool:
@@ -145,25 +154,42 @@ class _Strip:
         """Number of positions in the box."""
         return math.prod(stop - start for start, stop in self.box)
 
+    @property
+    def inside(self) -> tuple[slice, ...]:
+        """The box, seen from the slab."""
+        pairs = zip(self.box, self.slab, strict=True)
+        return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Strips of one form are multiplied together."""
+        sizes = tuple(stop - start for start, stop in self.slab)
+        inside = tuple((one.start, one.stop) for one in self.inside)
+        return sizes, inside, self.ranges
+
 
 @lru_cache(maxsize=256)
-def _strips(size: tuple[int, ...], window: Window) -> tuple[_Strip, ...]:
-    """List the corrections of inclusion and exclusion over all subsets of dimensions."""
-    return tuple(_enumerate_strips(size, window))
-
-
-def _enumerate_strips(size: tuple[int, ...], window: Window) -> Iterator[_Strip]:
-    dims = range(len(size))
+def _strips(size: tuple[int, ...], window: Window) -> tuple[tuple[_Strip, ...], ...]:
+    """The corrections of inclusion and exclusion over all subsets of dimensions, by form."""
+    forms: dict[tuple[object, ...], list[_Strip]] = {}
     for count in range(1, len(size) + 1):
-        for chosen in itertools.combinations(dims, count):
+        for chosen in itertools.combinations(range(len(size)), count):
             options = [list(_missed(dim, size[dim], window)) for dim in chosen]
             for combination in itertools.product(*options):
                 box = [(0, n) for n in size]
                 ranges = [(1 - k, k - 1) for k in window.kernel]
-                taps = {}
-                for dim, (tap, interval, offsets) in zip(chosen, combination, strict=True):
-                    box[dim], ranges[dim], taps[dim] = interval, offsets, tap
-                yield _Strip(box, ranges, taps, (-1) ** count)
+                for dim, (_, interval, offsets) in zip(chosen, combination, strict=True):
+                    box[dim], ranges[dim] = interval, offsets
+                slab = tuple(
+                    (max(0, start + low * d), min(n, stop + high * d))
+                    for (start, stop), (low, high), d, n in zip(
+                        box, ranges, window.dilation, size, strict=True
+                    )
+                )
+                taps = {dim: tap for dim, (tap, _, _) in zip(chosen, combination, strict=True)}
+                strip = _Strip(tuple(box), slab, tuple(ranges), taps)
+                forms.setdefault(strip.form, []).append(strip)
+    return tuple(tuple(strips) for strips in forms.values())
 
 
 def _missed(dim: int, size: int, window: Window) -> Iterator[tuple[int, Interval, Interval]]:
@@ -270,66 +296,68 @@ def _mirror(blocks: Tensor, window: Window) -> None:
 
 
 def _strip_products(
-    x: Tensor, strip: _Strip, window: Window
+    x: Tensor, strips: Sequence[_Strip], window: Window
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield each offset ``δ`` of a strip with ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ``, ``[g, C, C]``.
+    """Yield offsets ``δ`` with ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` of strips of one form, ``[n, g, C, C]``.
 
-    The strip is thin: its positions become rows of one matrix, with zeros between neighbours so that
-    every offset is a shift of rows, and each product is a plain GEMM.
+    Strips are thin: their positions become rows of one matrix, with zeros between neighbours so that
+    every offset is a shift of rows, and several products are one plain GEMM.
     """
-    dims = len(window.kernel)
-    slab, margins = [], []
-    for (start, stop), (low, high), d, n in zip(
-        strip.box, strip.ranges, window.dilation, x.shape[2:], strict=True
-    ):
-        slab.append((max(0, start + low * d), min(n, stop + high * d)))
-        margins.append((0, d * max(-low, high)))
-    images = x[(slice(None), slice(None), *(slice(*span) for span in slab))].movedim(1, -1)
-    there = zero_pad(images, [*margins, (0, 0)]).contiguous()
+    strip, dims = strips[0], len(window.kernel)
+    images = [x[(slice(None), slice(None), *(slice(*span) for span in s.slab))] for s in strips]
+    margins = [
+        (0, d * max(-low, high))
+        for d, (low, high) in zip(window.dilation, strip.ranges, strict=True)
+    ]
+    there = zero_pad(torch.stack(images).movedim(2, -1), [*margins, (0, 0)]).contiguous()
     here = there
     if not strip.symmetric:
-        inside = tuple(
-            slice(start - first, stop - first)
-            for (start, stop), (first, _) in zip(strip.box, slab, strict=True)
-        )
+        where = (slice(None), slice(None), *strip.inside)
         here = torch.zeros_like(there)
-        here[(slice(None), *inside)] = there[(slice(None), *inside)]
-    strides = [there.stride(1 + dim) // there.stride(dims) for dim in range(dims)]
+        here[where] = there[where]
+    strides = [there.stride(2 + dim) // there.stride(1 + dims) for dim in range(dims)]
     left, right = _grouped_rows(here, window.groups), _grouped_rows(there, window.groups)
-    rows = left.shape[1]
-    for offset in itertools.product(*(range(low, high + 1) for low, high in strip.ranges)):
-        opposite = tuple(-one for one in offset)
-        if strip.symmetric and opposite < offset:
-            continue  # already given as a transpose
-        shift = sum(
-            one * d * step for one, d, step in zip(offset, window.dilation, strides, strict=True)
-        )
-        ahead, behind = max(shift, 0), max(-shift, 0)
-        product = left[:, behind : rows - ahead].mT @ right[:, ahead : rows - behind]
-        yield offset, product
-        if strip.symmetric and opposite != offset:
-            yield opposite, product.mT
+    shifts = {
+        offset: sum(o * d * n for o, d, n in zip(offset, window.dilation, strides, strict=True))
+        for offset in itertools.product(*(range(low, high + 1) for low, high in strip.ranges))
+        if not strip.symmetric or offset <= tuple(-one for one in offset)
+    }
+    rows, reach = left.shape[1], max(map(abs, shifts.values()))
+    padded = zero_pad(right, [(reach, reach), (0, 0)])
+    offsets = list(shifts)
+    at_once = max(1, _MOST_STRIP_PRODUCTS // (left.shape[0] * right.shape[2] ** 2))
+    for first in range(0, len(offsets), at_once):
+        portion = offsets[first : first + at_once]
+        shifted = [padded.narrow(1, reach + shifts[offset], rows) for offset in portion]
+        products = left.mT @ (torch.cat(shifted, dim=2) if len(shifted) > 1 else shifted[0])
+        products = products.reshape(len(strips), window.groups, *products.shape[1:])
+        for offset, product in zip(portion, products.split(right.shape[2], dim=3), strict=True):
+            yield offset, product
+            if strip.symmetric and any(offset):
+                yield tuple(-one for one in offset), product.mT
 
 
-def _blocks_at(
-    blocks: Tensor, offset: Sequence[int], strip: _Strip, window: Window
-) -> Iterator[Tensor]:
-    """The blocks ``[g, C, C]`` of all pairs ``(u, u + offset)`` that a strip must be taken off."""
-    choices = [
-        [strip.taps[dim]] if dim in strip.taps else range(max(0, -step), min(k, k - step))
-        for dim, (step, k) in enumerate(zip(offset, window.kernel, strict=True))
-    ]
-    for u in itertools.product(*choices):
-        rows = _select(blocks, u)
-        for tap, step in zip(u, offset, strict=True):
-            rows = rows.select(2, tap + step)
-        yield rows
+def _blocks_at(blocks: Tensor, offset: Sequence[int], strip: _Strip) -> Tensor:
+    """The blocks of all pairs ``(u, u + offset)`` that a strip must be taken off.
+
+    A view ``[g, C, C, ...]`` with one more dimension for each that is not thin: there the pairs lie on
+    a diagonal of taps.
+    """
+    dims = len(offset)
+    for dim, tap in sorted(strip.taps.items(), reverse=True):
+        blocks = blocks.select(2 + dims + dim, tap + offset[dim])
+    for dim, tap in sorted(strip.taps.items(), reverse=True):
+        blocks = blocks.select(1 + dim, tap)
+    free = [step for dim, step in enumerate(offset) if dim not in strip.taps]
+    for index, step in reversed(list(enumerate(free))):
+        blocks = blocks.diagonal(step, 1 + index, 3 + 2 * index)
+    return blocks
 
 
 def _grouped_rows(images: Tensor, groups: int) -> Tensor:
-    """``[N, *spatial, g·C] -> [g, rows, C]``."""
-    rows = images.reshape(-1, groups, images.shape[-1] // groups)
-    return rows.transpose(0, 1)
+    """``[n, N, *spatial, g·C] -> [n·g, rows, C]``."""
+    rows = images.reshape(images.shape[0], -1, groups, images.shape[-1] // groups)
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def _longest(window: Window) -> int:
