@@ -173,3 +173,9 @@ def write_json(name: str, results: Mapping[str, Any]) -> Path:
     content = {"benchmark": name, "date": date, "machine": machine(), "results": results}
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """The results of an earlier run, or nothing."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}

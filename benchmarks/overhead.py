@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 import torch
-from _common import Timing, interleave, machine_line, table, write_json
+from _common import Timing, interleave, machine_line, read_json, table, write_json
 from _models import WORKLOADS
 from _peers import Config, PeerUnavailable, build, training_step
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,10 +211,10 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
     print(machine_line())
-    results = {
-        name: report(name, arguments.rounds, not arguments.no_peers) for name in arguments.workload
-    }
-    write_json("overhead", results)
+    for name in arguments.workload:
+        results = read_json("overhead")  # workloads that were not asked for keep their numbers
+        found = report(name, arguments.rounds, not arguments.no_peers)
+        write_json("overhead", results | {name: results.get(name, {}) | found})
 
 
 if __name__ == "__main__":
