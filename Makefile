@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts -c constraints.txt
-# `make bench BENCH=step_cost` runs one script; the default is all of them.
+# `make bench BENCH=overhead` runs one script; the default is all of them.
 BENCH  ?= *
 
 .DEFAULT_GOAL := help
@@ -39,7 +39,7 @@ clean: ## Remove the environment, caches and build products
 $(VENV)/.dev: pyproject.toml constraints.txt requirements-oracle.txt
 	@echo "Preparing $(VENV) (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@# torch first and pinned: a range would pull several GB of GPU packages.
+	@# torch first and pinned: a range may take a newer build with several GB of GPU packages.
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[dev]'
 	@$(PIP) --no-deps -r requirements-oracle.txt

@@ -59,13 +59,6 @@ class Timing:
         pairs = zip(self.seconds, base.seconds, strict=True)
         return Spread.of([mine / other for mine, other in pairs])
 
-    def summary(self, base: "Timing | None" = None) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        out: dict[str, Any] = {"seconds": vars(self.spread), "rounds": list(self.seconds)}
-        if base is not None:
-            out["ratio"] = {"to": base.name, **vars(self.ratio(base))}
-        return out
-
 
 def interleave(
     callables: Mapping[str, Callable[[], object]],
@@ -150,19 +143,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, width: in
 
     rule = "  ".join("-" * w for w in widths)
     return "\n".join([line(cells[0]), rule, *map(line, cells[1:])])
-
-
-def timing_table(timings: Mapping[str, Timing], *, base: str) -> str:
-    """Milliseconds per call and the ratio to `base`, each as median [quartiles]."""
-    rows = [
-        (name, f"{_milliseconds(t.spread):.1f}", f"{t.ratio(timings[base]):.2f}")
-        for name, t in timings.items()
-    ]
-    return table(["", "ms per step", f"x {base}"], rows)
-
-
-def _milliseconds(s: Spread) -> Spread:
-    return Spread(1e3 * s.median, 1e3 * s.low, 1e3 * s.high)
 
 
 def write_json(name: str, results: Mapping[str, Any]) -> Path:

@@ -53,8 +53,6 @@ class Optimizers:
     def __init__(self, model: nn.Module, members: Iterable[torch.optim.Optimizer]) -> None:
         self.model = model
         self.members = list(members)
-        self._groups = [g for member in self.members for g in member.param_groups]
-        self._lrs = [group["lr"] for group in self._groups]
 
     def zero_grad(self) -> None:
         """Clear every gradient of the model."""
@@ -64,11 +62,6 @@ class Optimizers:
         """Let every member step."""
         for member in self.members:
             member.step()
-
-    def scale_lr(self, factor: float) -> None:
-        """Set every learning rate to `factor` times its first value: a schedule for all."""
-        for group, lr in zip(self._groups, self._lrs, strict=True):
-            group["lr"] = factor * lr
 
 
 class FlatMuon(torch.optim.Muon):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from _common import Timing, interleave, machine_line, read_json, table, write_json
 from _models import WORKLOADS
-from _peers import Config, PeerUnavailable, build, training_step
+from _peers import PEERS, Config, build, peer_steps, training_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kronfac
@@ -21,7 +21,7 @@ import kronfac
 INTERVALS = ((1, 10), (10, 100))
 GOALS = {("resnet20", (1, 10)): 1.0, ("resnet20", (10, 100)): 0.15, ("resnet20", (50, 500)): 0.05}
 PER_FACTOR = ("observe-input", "observe-output", "reduce")
-PEERS = ("adamw", "muon", "soap", "shampoo", "singd")
+OTHERS = ("adamw", "muon", "soap", "shampoo", "singd")
 
 
 class Run:
@@ -133,33 +133,27 @@ def peers(workload: str, rounds: int) -> list[dict[str, Any]]:
     """The same table for optimizers from elsewhere, all of them at both intervals."""
     rows = []
     for factor_every, refresh_every in INTERVALS:
-        calls, missing = {}, {}
-        model, batch, loss = WORKLOADS[workload]()
-        calls["sgd"] = training_step(model, batch, loss, build("sgd", model, Config()))
-        for name in PEERS:
-            model, batch, loss = WORKLOADS[workload]()
-            config = Config(
-                factor_every=factor_every,
-                refresh_every=refresh_every,
-                per_token=workload == "transformer",
-            )
-            try:
-                calls[name] = training_step(model, batch, loss, build(name, model, config))
-            except PeerUnavailable as reason:
-                missing[name] = str(reason)
+        config = Config(
+            factor_every=factor_every,
+            refresh_every=refresh_every,
+            per_token=workload == "transformer",
+        )
+        calls, missing = peer_steps(WORKLOADS[workload], ("sgd", *OTHERS), config)
         timings = interleave(calls, rounds=rounds, calls=refresh_every, warmup=2)
-        for name in PEERS:
+        for name in OTHERS:
             row: dict[str, Any] = {"name": name, "interval": f"{factor_every}/{refresh_every}"}
-            if name in missing:
-                row["missing"] = missing[name]
-            else:
-                row |= _ratio(timings[name], timings["sgd"])
+            row |= {"missing": missing[name]} if name in missing else _ratio(timings, name)
             rows.append(row)
     return rows
 
 
-def _ratio(timing: Timing, base: Timing) -> dict[str, float]:
-    return {"ms": 1e3 * timing.spread.median, "overhead": timing.ratio(base).median - 1}
+def _ratio(timings: dict[str, Timing], name: str) -> dict[str, Any]:
+    ratio = timings[name].ratio(timings["sgd"])
+    return {
+        "ms": 1e3 * timings[name].spread.median,
+        "overhead": ratio.median - 1,
+        "quartiles": [ratio.low - 1, ratio.high - 1],
+    }
 
 
 def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
@@ -175,15 +169,13 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
     for row in rows:
         interval = tuple(int(part) for part in row["interval"].split("/"))
         goal = GOALS.get((workload, interval))
-        spread = row.get("quartiles")
-        shown = f"[{spread[0]:+.0%}, {spread[1]:+.0%}]" if spread else "assembled"
         cells.append(
             [
                 f"K-FAC {row['interval']}",
                 f"{row['sgd_ms']:.1f}",
                 f"{row['kfac_ms']:.1f}" if "kfac_ms" in row else "",
                 f"{row['overhead']:+.1%}",
-                shown,
+                _spread(row),
                 "" if goal is None else f"{goal:+.0%}",
             ]
         )
@@ -195,13 +187,20 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
     print(f"state: {held['measured']:,} bytes, closed form {held['closed_form']:,}")
     result = {"kfac": rows, "phases_ms": costs, "syncs": waits, "memory": held}
     if with_peers:
-        others = peers(workload, rounds=2)
+        others = peers(workload, rounds=3)
         shown = [
-            [r["name"], r["interval"], r.get("missing") or f"{r['overhead']:+.1%}"] for r in others
+            [r["name"], r["interval"], r.get("missing") or f"{r['overhead']:+.1%}", _spread(r)]
+            for r in others
         ]
-        print(table(["peer", "interval", "over SGD"], shown))
+        print(table(["peer", "interval", "over SGD", "quartiles"], shown))
+        print("\n".join(f"  {name}: {PEERS[name].note}" for name in OTHERS))
         result["peers"] = others
     return result
+
+
+def _spread(row: dict[str, Any]) -> str:
+    quartiles = row.get("quartiles")
+    return f"[{quartiles[0]:+.0%}, {quartiles[1]:+.0%}]" if quartiles else "assembled"
 
 
 def main() -> None:

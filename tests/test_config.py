@@ -117,7 +117,6 @@ class Net(nn.Module):
         ({"exclude": nn.Linear}, {"stem"}),
         ({"exclude": (nn.Conv1d, "blocks.0")}, {"blocks.1"}),
         ({"include": nn.Linear, "exclude": "blocks.0"}, {"blocks.1"}),
-        ({"include": "nothing"}, set()),
     ],
     ids=str,
 )
@@ -125,8 +124,11 @@ def test_include_and_exclude(options: dict[str, Any], chosen: set[str]) -> None:
     assert set(layers(kfac(Net(), **options))) == chosen
 
 
-def test_patterns_distinguish_case() -> None:
-    assert set(layers(kfac(Net(), include="STEM"))) == set()
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("pattern", ["nothing", "STEM"])
+def test_a_pattern_that_matches_no_module_is_refused(option: str, pattern: str) -> None:
+    with pytest.raises(ValueError, match=f"{pattern!r} in include or exclude matches no module"):
+        kfac(Net(), **{option: pattern})
 
 
 def test_a_layer_in_exclude_keeps_its_gradient() -> None:

@@ -7,6 +7,7 @@ is in training mode, gradients are enabled and the output requires one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from kronfac.config import Options
 from kronfac.layer_state import LayerState
 from kronfac.phases import Phases
-from kronfac.statistics import Pass
+from kronfac.statistics import Pass, count_dtype
 
 
 class Capture:
@@ -50,7 +51,7 @@ class Capture:
         """Watch a module on behalf of a layer."""
         if state not in self._states:
             self._states.append(state)
-        hook = _Hook(partial(self._forward, state))
+        hook = _Hook(self._forward, state)
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def attach_model(self, model: nn.Module) -> None:
@@ -67,6 +68,8 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.clear()
+        self._states.clear()
+        self.due = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -83,6 +86,12 @@ class Capture:
         """Say whether the coming step takes statistics."""
         self.due = due
         self.forward_seen = False
+        self.close_forwards()
+
+    def close_forwards(self) -> None:
+        """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
+        self._depth = 0
+        self._current = None
 
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
@@ -106,7 +115,7 @@ class Capture:
         self._depth += 1
         if self._depth > 1:
             return
-        self.forward_seen = True
+        self._note_forward(module)
         if not self.due or self._paused:
             return
         self._notice_cleared_gradients()
@@ -141,7 +150,7 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        self.forward_seen = True
+        self._note_forward(module)
         if not self.due or self._paused or not module.training:
             return
         if not torch.is_grad_enabled():
@@ -167,10 +176,15 @@ class Capture:
             seen = self._implicit_pass(state, values[0])
         with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
             self._observe_input(state, values, seen)
-        if self.options.fisher in ("mc", "exact"):
+        if self.options.sampled:
             self.edges.append((state, seen, get_gradient_edge(output)))
         elif self.options.fisher == "empirical":
             output.register_hook(partial(self._backward, state, seen))
+
+    def _note_forward(self, module: nn.Module) -> None:
+        """From here on it is settled whether the coming step takes statistics."""
+        if module.training and torch.is_grad_enabled():
+            self.forward_seen = True
 
     def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
         with self.phases("observe-input"):
@@ -198,7 +212,7 @@ class Capture:
     # --- backward -------------------------------------------------------------------------------
 
     def _backward(self, state: LayerState, seen: Pass, grad: Tensor) -> None:
-        if self._paused:
+        if self._paused or state not in self._states:
             return
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             self.observe_output(state, seen, grad)
@@ -234,6 +248,8 @@ class Capture:
 
     def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
+        if self.options.sampled:
+            return  # observe() leaves no gradients behind
         for state in self._states:
             if state.pending.has_outputs and state.layer.weight.grad is None:
                 self.clear_outputs()
@@ -241,14 +257,20 @@ class Capture:
 
 
 class _Hook:
-    """A hook that a copied or unpickled model carries along without any effect."""
+    """A hook that does not keep its optimizer alive.
 
-    def __init__(self, target: Any = None) -> None:
-        self._target = target
+    A model that is copied or unpickled, or whose optimizer is gone, carries it along without effect.
+    """
+
+    def __init__(self, target: Any = None, *bound: Any) -> None:
+        self._target = None if target is None else weakref.WeakMethod(target)
+        self._bound = tuple(weakref.ref(value) for value in bound)
 
     def __call__(self, *args: Any) -> None:
-        if self._target is not None:
-            self._target(*args)
+        target = None if self._target is None else self._target()
+        bound = [value() for value in self._bound]
+        if target is not None and None not in bound:
+            target(*bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -272,7 +294,7 @@ def remove_inert_hooks(model: nn.Module) -> None:
 
 
 def _is_inert(hook: object) -> bool:
-    return isinstance(hook, _Hook) and hook._target is None
+    return isinstance(hook, _Hook) and (hook._target is None or hook._target() is None)
 
 
 def _inside_backward() -> bool:
@@ -297,4 +319,4 @@ def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> T
 
 def _count_terms(seen: Pass, grad: Tensor) -> None:
     """Loss terms are the output positions that receive a gradient: masked ones receive none."""
-    seen.terms = (grad.detach() != 0).any(-1).sum().to(torch.float64)
+    seen.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kronfac.layer_state import LayerState
 from kronfac.methods.block import Shape, fits
+from kronfac.statistics import count_dtype
 
 PREFIX = "kronfac."
 _NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
@@ -50,7 +51,12 @@ def split(
     """
     groups = [dict(group) for group in saved["param_groups"]]
     if not all(_NAMES in group for group in groups):
-        return {**saved, "param_groups": groups}, None
+        plain = {
+            index: {key: value for key, value in entry.items() if not _is_ours(key)}
+            for index, entry in saved["state"].items()
+        }
+        theirs = [{k: v for k, v in group.items() if not _is_ours(k)} for group in groups]
+        return {**saved, "state": plain, "param_groups": theirs}, None
     _check_match(groups, names, shapes)
     state: dict[int, dict[str, Any]] = {}
     ours: dict[str, dict[str, Any]] = {}
@@ -65,9 +71,9 @@ def split(
         group["params"] = list(range(start, start + len(current)))
         for index, name in zip(group["params"], current, strict=True):
             entry = saved["state"].get(where[name], {})
-            theirs = {key: value for key, value in entry.items() if not _is_ours(key)}
-            if theirs:
-                state[index] = theirs
+            others = {key: value for key, value in entry.items() if not _is_ours(key)}
+            if others:
+                state[index] = others
             ours[name] = {
                 key.removeprefix(PREFIX): value for key, value in entry.items() if _is_ours(key)
             }
@@ -114,47 +120,59 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
         entry["momentum"] = state.momentum
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
-    numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.per_sample)]
+    numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
     entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
     if state.pending.dropped is not None:
         entry["dropped"] = state.pending.dropped
     return entry
 
 
+def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
+    """Raise if what was saved of a layer does not fit the layer as it is now."""
+    expected: dict[str, Shape] = {"momentum": state.layer.matrix_shape, "dropped": ()}
+    for name, running in state.running.items():
+        expected |= {f"{name}.sum": running.statistic.sum_shape, f"{name}.count": ()}
+    for name, shape in state.block.solution_shapes.items():
+        expected[f"solution.{name}"] = shape
+    for key, shape in expected.items():
+        if key in entry and not fits(shape, entry[key]):
+            raise ValueError(
+                f"layer {state.name!r}: {key} is {tuple(entry[key].shape)} in the checkpoint and "
+                f"{shape} here; load it with the same bias, max_dim, sharing and fisher as it was "
+                "saved with."
+            )
+
+
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
-    """Restore one layer; tensors are copied, and keep their own precision."""
+    """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()
     if "schedule" not in entry:
         return
-    solved, last, offset, failures, in_a_row, per_sample = entry["schedule"].tolist()
-    if state.per_sample and not per_sample:
+    solved, last, offset, failures, in_a_row, fell_back = entry["schedule"].tolist()
+    if state.per_sample and fell_back:
         state.fall_back_to_expand()
     state.offset, state.failures, state.failures_in_a_row = offset, failures, in_a_row
-    device = state.layer.weight.device
+    device, dtype = state.layer.weight.device, state.layer.factor_dtype
 
-    def read(key: str, shape: Shape) -> Tensor:
+    def read(key: str, dtype: torch.dtype) -> Tensor:
         value: Tensor = entry[key]
-        if not fits(shape, value):
-            raise ValueError(
-                f"layer {state.name!r}: {key} is {tuple(value.shape)} in the checkpoint and {shape} "
-                "here; load it with the same bias, max_dim, sharing and fisher as it was saved with."
-            )
-        return value.detach().to(device, copy=True)
+        return value.detach().to(device, dtype, copy=True)
 
     for name, running in state.running.items():
         if f"{name}.sum" in entry:
-            running.sum = read(f"{name}.sum", running.statistic.sum_shape)
-            running.count = read(f"{name}.count", ())
+            running.sum = read(f"{name}.sum", dtype)
+            running.count = read(f"{name}.count", count_dtype(device))
     if "momentum" in entry:
-        state.momentum = read("momentum", state.layer.matrix_shape)
+        state.momentum = read("momentum", dtype)
     if "dropped" in entry:
-        state.pending.dropped = read("dropped", ())
-    shapes = state.block.solution_shapes
-    if all(f"solution.{name}" in entry for name in shapes):
-        state.solution = {name: read(f"solution.{name}", shape) for name, shape in shapes.items()}
+        state.pending.dropped = read("dropped", torch.int64)
+    names = state.block.solution_shapes
+    if all(f"solution.{name}" in entry for name in names):
+        state.solution = {name: read(f"solution.{name}", dtype) for name in names}
         state.solved_at = None if solved == _NEVER else solved
         state.last_refresh = None if last == _NEVER else last
     elif solved != _NEVER:
+        state.has_news = True
         warnings.warn(
             f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
             "computed anew from the saved statistics at the next step.",

@@ -49,6 +49,11 @@ class Options:
     exclude: tuple[Pattern, ...]
     on_missing: Missing
 
+    @property
+    def sampled(self) -> bool:
+        """Whether output gradients come from ``observe()`` and not from the loss."""
+        return self.fisher in ("mc", "exact")
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

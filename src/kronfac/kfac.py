@@ -53,7 +53,7 @@ class KFAC(Preconditioned):
         stagger: spread refreshes over the interval, so that no step is a spike.
         max_dim: a side wider than this keeps only its diagonal.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
-            terms), a number, or ``None`` for a sum.
+            terms, for outputs with the classes last), a number, or ``None`` for a sum.
         include: only these modules, by name pattern (``"layer1.*"``) or type.
         exclude: not these modules.
         on_missing: what to do about a layer with a gradient that was never observed: ``"warn"``,

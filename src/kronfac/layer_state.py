@@ -24,6 +24,7 @@ class LayerState:
         self.layer = layer
         self.has_momentum = has_momentum
         self.per_sample = per_sample
+        self.fell_back = False
         self.note = ""
         self.offset = 0
         self._make_block = make_block
@@ -38,6 +39,7 @@ class LayerState:
         self.solution: dict[str, Tensor] | None = None
         self.solved_at: int | None = None
         self.last_refresh: int | None = None
+        self.has_news = False
         self.failures = 0
         self.failures_in_a_row = 0
         self.momentum: Tensor | None = None
@@ -56,6 +58,7 @@ class LayerState:
     def fall_back_to_expand(self) -> None:
         """Give up per-sample rows for a layer whose rows do not group by sample."""
         self.per_sample = False
+        self.fell_back = True
         self.note = "expand: rows not grouped by sample"
         self.reset()
 

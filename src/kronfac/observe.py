@@ -8,6 +8,7 @@ from torch import Tensor
 from kronfac.capture import Capture
 from kronfac.config import Fisher, check_count
 from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
+from kronfac.statistics import count_dtype
 
 
 class Observer:
@@ -33,7 +34,7 @@ class Observer:
         Uses ``torch.autograd.grad``: no ``.grad`` is touched and nothing is reduced over ranks. Losses
         of single terms are not averaged here, so micro-batches need no common divisor.
         """
-        if self.fisher not in ("mc", "exact"):
+        if not self.capture.options.sampled:
             raise ValueError(
                 f"observe() is for fisher='mc' or 'exact', not {self.fisher!r}, which needs no call."
             )
@@ -52,9 +53,9 @@ class Observer:
                 "training mode and before backward()."
             )
         scores = outputs.detach()
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         weights = term_mask(scores, mask, ignore_index)
-        for _, seen, _ in self.capture.edges:
-            seen.terms = weights.sum().to(torch.float64)
+        self._share_terms(weights)
         if self.fisher == "exact":
             draws, share = exact_gradients(scores, likelihood), 1.0  # type: ignore[arg-type]
         else:
@@ -65,9 +66,19 @@ class Observer:
             self._send(outputs, gradient * weights[..., None], number, share)
         self.capture.edges.clear()
 
+    def _share_terms(self, weights: Tensor) -> None:
+        """Tell the passes how many loss terms they have, by their share of the samples."""
+        passes = {seen: None for _, seen, _ in self.capture.edges}
+        terms = weights.sum(dtype=count_dtype(weights.device))
+        samples = max(1, sum(seen.samples for seen in passes))
+        for seen in passes:
+            seen.terms = terms * (seen.samples / samples)
+
     def _send(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         edges = [edge for _, _, edge in self.capture.edges]
-        found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, edges, gradient.to(outputs.dtype), retain_graph=True, allow_unused=True
+        )
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
             for (state, seen, _), grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:

@@ -84,6 +84,7 @@ class Preconditioned(Optimizer, ABC):
         """Clear gradients, and the output gradients that were observed with them."""
         self.base.zero_grad(set_to_none=set_to_none)
         self._preconditioner.capture.clear_outputs()
+        self._preconditioner.capture.close_forwards()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -224,6 +225,7 @@ class Preconditioned(Optimizer, ABC):
         taken = {p for s in states for p in s.layer.parameters}
         trained = {p for group in self.param_groups for p in group["params"]}
         beside_frozen = {s.layer.bias for s in ours.layers.values() if s not in states}
+        unfrozen = {s.layer.bias for s in states if s.layer.stale()}
         left_out = {}
         for parameter, name in self._names().items():
             if parameter in taken:
@@ -232,8 +234,12 @@ class Preconditioned(Optimizer, ABC):
                 reason = "frozen"
             elif parameter not in trained:
                 reason = "not given to the base optimizer"
+            elif ours.detached:
+                reason = "the optimizer is detached"
             elif parameter in beside_frozen:
                 reason = "its weight is frozen"
+            elif parameter in unfrozen:
+                reason = "it joins its layer at the next factor step"
             else:
                 reason = ours.reasons.get(name, "not a parameter of the model")
             lazy = isinstance(parameter, UninitializedParameter)
@@ -269,8 +275,9 @@ class Preconditioned(Optimizer, ABC):
                 "statistics start anew.",
                 stacklevel=2,
             )
-        self._preconditioner.load_entries(self._names(), ours or {})
+        self._preconditioner.check_entries(self._names(), ours or {})
         self.base.load_state_dict(base)
+        self._preconditioner.load_entries(self._names(), ours or {})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

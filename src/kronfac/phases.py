@@ -13,31 +13,31 @@ class Phases:
     """Marks phases for ``torch.profiler`` and, inside :meth:`timed`, adds up their seconds."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._timing: list[bool] = []
+        self._seconds: dict[str, float] | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Mark the enclosed work as one phase."""
         with torch.profiler.record_function(f"kronfac.{name}"):
-            if not self._timing:
+            seconds = self._seconds
+            if seconds is None:
                 yield
                 return
             started = _now()
             try:
                 yield
             finally:
-                self._seconds[name] = self._seconds.get(name, 0.0) + _now() - started
+                seconds[name] = seconds.get(name, 0.0) + _now() - started
 
     @contextmanager
     def timed(self) -> Iterator[dict[str, float]]:
         """Time all phases inside; the device is waited for at both ends of each of them."""
-        self._seconds.clear()
-        self._timing.append(True)
+        before, seconds = self._seconds, dict[str, float]()
+        self._seconds = seconds
         try:
-            yield self._seconds
+            yield seconds
         finally:
-            self._timing.pop()
+            self._seconds = before
 
 
 def _now() -> float:

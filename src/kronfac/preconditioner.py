@@ -94,7 +94,10 @@ class Preconditioner:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
         if self.capture.due:
             with self.phases("reduce"):
-                self._reduce()
+                try:
+                    self._reduce()
+                finally:
+                    self.capture.clear()  # an error that is caught must not count a batch twice
         with self.phases("refresh"):
             self._refresh()
         with self.phases("precondition"):
@@ -105,11 +108,11 @@ class Preconditioner:
     def advance(self) -> None:
         """Count a completed step."""
         self.clock.step += 1
-        self.capture.begin_step(self.clock.factor_due())
+        self.capture.begin_step(self.clock.factor_due() and not self.detached)
 
     def reschedule(self) -> None:
         """Take a changed interval into account, from the next forward on."""
-        if not self.capture.forward_seen:
+        if not self.capture.forward_seen and not self.detached:
             self.capture.due = self.clock.factor_due()
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
@@ -117,10 +120,9 @@ class Preconditioner:
 
         It comes before the first step or with all learning rates at zero, which the host knows.
         """
-        resting = all(_is_zero_on_host(group.get("lr")) for group in groups)
-        if self.clock.step and not resting:
-            return False
         if any(not state.pending.empty for state in self.layers.values()):
+            return False
+        if self.clock.step and not all(_is_zero_on_host(group.get("lr")) for group in groups):
             return False
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
@@ -134,12 +136,12 @@ class Preconditioner:
     def _reduce(self) -> None:
         """Fold what was observed since the last step into the running averages."""
         self._report_missing()
-        sampled = self.options.fisher in ("mc", "exact")
-        normaliser = Normaliser(self.capture.passes, self.options.loss_average, unscaled=sampled)
+        options = self.options
+        normaliser = Normaliser(self.capture.passes, options.loss_average, options.sampled)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in self.layers.values():
             self._fold(state, normaliser, decay)
-        self.capture.clear()
+            state.has_news = True
         self.clock.mark_factor()
         self._count("factor_updates")
 
@@ -175,7 +177,7 @@ class Preconditioner:
             if ("input" in wanted and not state.pending.has_inputs)
             or ("output" in wanted and not state.pending.has_outputs)
         ]
-        if missing and len(missing) == len(sources) and self.options.fisher in ("mc", "exact"):
+        if missing and len(missing) == len(sources) and self.options.sampled:
             raise RuntimeError(
                 f"fisher={self.options.fisher!r} has observed nothing: call "
                 "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
@@ -204,6 +206,11 @@ class Preconditioner:
             if not state.layer.weight.requires_grad:
                 continue
             if not self.clock.refresh_due(state.last_refresh):
+                continue
+            if state.last_refresh is None and not state.has_news:
+                continue  # nothing new since it could not be solved
+            state.has_news = False
+            if any(running.sum is None for running in state.running.values()):
                 continue
             means = {name: running.mean() for name, running in state.running.items()}
             ready = {name: mean for name, mean in means.items() if mean is not None}
@@ -243,9 +250,9 @@ class Preconditioner:
             if state.layer.stale():
                 state.reset()
             before = self._with_momentum(state, state.layer.gradient())
-            after = before
-            if state.solved_at is not None and state.solution is not None:
-                after = state.block.precondition(state.solution, before, damping)
+            if state.solved_at is None or state.solution is None:
+                continue
+            after = state.block.precondition(state.solution, before, damping)
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
             updates.append((state, Update(before, after, own)))
         return updates
@@ -322,6 +329,7 @@ class Preconditioner:
     ) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start anew."""
         self.capture.clear()
+        self.clock.step, self.clock.last_factor = 0, None
         for parameter, state in self.layers.items():
             checkpoint.load_layer(state, entries.get(names[parameter], {}))
         for entry in entries.values():
@@ -332,7 +340,14 @@ class Preconditioner:
                 self.clock.last_factor = None if last < 0 else last
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
-        self.capture.due = self.clock.factor_due()
+        self.capture.begin_step(self.clock.factor_due() and not self.detached)
+
+    def check_entries(
+        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
+    ) -> None:
+        """Raise if saved tensors do not fit, before anything is changed."""
+        for parameter, state in self.layers.items():
+            checkpoint.check_layer(state, entries.get(names[parameter], {}))
 
 
 def _is_zero_on_host(rate: Any) -> bool:

@@ -51,8 +51,17 @@ class Selection:
         owners: dict[nn.Parameter, Layer] = {}
         taken: set[nn.Parameter] = set()
         model = unwrap(model)
-        for name, module in model.named_modules():
-            self._consider(plain_name(name), module, owners, taken)
+        modules = [(plain_name(name), module) for name, module in model.named_modules()]
+        for pattern in (*include, *exclude):
+            if isinstance(pattern, str) and not any(
+                fnmatchcase(name, pattern) for name, _ in modules
+            ):
+                raise ValueError(
+                    f"the pattern {pattern!r} in include or exclude matches no module; names look "
+                    f"like {modules[-1][0]!r}."
+                )
+        for name, module in modules:
+            self._consider(name, module, owners, taken)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name = plain_name(name)
             if parameter in taken and self.reasons.pop(name, None) is not None:

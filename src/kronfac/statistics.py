@@ -61,10 +61,14 @@ class Running:
             self.count = new_count(0.0, device)
 
 
+def count_dtype(device: torch.device) -> torch.dtype:
+    """Counts go further than single precision can, where the device allows it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def new_count(value: float, device: torch.device) -> Tensor:
-    """A scalar that can count further than single precision can."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.tensor(value, dtype=dtype, device=device)
+    """A scalar that counts."""
+    return torch.full((), value, dtype=count_dtype(device), device=device)
 
 
 class Pending:
@@ -102,7 +106,7 @@ class Pending:
             return
         finite = self._screen(contributions)
         self._accumulate(contributions)
-        counted = finite.to(new_count(0.0, finite.device).dtype) * rows
+        counted = finite.to(count_dtype(finite.device)) * rows
         self.rows = counted if self.rows is None else self.rows + counted
 
     def add_output(
@@ -124,7 +128,8 @@ class Pending:
         """Add what the gradient matrix of this step shows."""
         if not contributions:
             return
-        self.gradients = self._screen(contributions).to(torch.float32)
+        finite = self._screen(contributions)
+        self.gradients = finite.to(count_dtype(finite.device))
         self._accumulate(contributions)
 
     def hold_input(self, rows: Tensor, positions: int, seen: Pass) -> None:
@@ -242,7 +247,7 @@ class Normaliser:
         device = next(iter(finite.values())).device
         seen = new_count(0.0, device)
         for one, flag in finite.items():
-            seen = seen + flag * self._weight(one)
+            seen = seen + flag.to(seen.dtype) * self._weight(one)
         if isinstance(self.loss_average, str):
             return seen
         return seen * (self.samples / max(self._total, 1.0))

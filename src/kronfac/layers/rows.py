@@ -28,6 +28,7 @@ class Rows(ABC):
 
     samples: int
     positions: int
+    ones = False
 
     @property
     def count(self) -> int:
@@ -54,6 +55,12 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return all rows, ``[*b, N, S, d]``."""
 
+    def _extend(self, values: Tensor, last: float) -> Tensor:
+        """Append what a column of ones gives."""
+        if not self.ones:
+            return values
+        return torch.cat([values, values.new_full((*values.shape[:-1], 1), last)], dim=-1)
+
 
 class DenseRows(Rows):
     """Rows that exist as a tensor ``[*b, N, S, d]``, with an optional implied column of ones."""
@@ -62,11 +69,6 @@ class DenseRows(Rows):
         self.rows = rows
         self.ones = ones
         self.samples, self.positions = rows.shape[-3], rows.shape[-2]
-
-    def _extend(self, values: Tensor, last: float) -> Tensor:
-        if not self.ones:
-            return values
-        return torch.cat([values, values.new_full((*values.shape[:-1], 1), last)], dim=-1)
 
     def covariance(self) -> Tensor:
         """See :meth:`Rows.covariance`."""
@@ -102,11 +104,6 @@ class PatchRows(Rows):
         self.positions = 1
         for size in window.output_size(x.shape[2:]):
             self.positions *= size
-
-    def _extend(self, values: Tensor, last: float) -> Tensor:
-        if not self.ones:
-            return values
-        return torch.cat([values, values.new_full((*values.shape[:-1], 1), last)], dim=-1)
 
     def covariance(self) -> Tensor:
         """See :meth:`Rows.covariance`."""

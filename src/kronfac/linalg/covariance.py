@@ -16,7 +16,7 @@ def gram(rows: Tensor) -> Tensor:
     is a transpose.
     """
     width = rows.shape[-1]
-    if width < _SPLIT_WIDTH or rows.shape[-2] < width // 8:
+    if not _split_pays(*rows.shape[-2:]):
         return rows.mT @ rows
     half = width // 2
     left, right = rows[..., :half], rows[..., half:]
@@ -27,6 +27,19 @@ def gram(rows: Tensor) -> Tensor:
     out[..., :half, half:] = cross
     out[..., half:, :half] = cross.mT
     return out
+
+
+def gram_flops(rows: int, width: int) -> int:
+    """FLOPs of :func:`gram` for one matrix of this size."""
+    if not _split_pays(rows, width):
+        return 2 * rows * width**2
+    half = width // 2
+    cross = 2 * rows * half * (width - half)
+    return gram_flops(rows, half) + gram_flops(rows, width - half) + cross
+
+
+def _split_pays(rows: int, width: int) -> bool:
+    return width >= _SPLIT_WIDTH and rows >= width // 8
 
 
 def channel_gram(x: Tensor, groups: int = 1) -> Tensor:

@@ -26,6 +26,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kronfac.linalg.covariance import gram_flops
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
@@ -49,7 +50,8 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
 
     Exact to rounding. The algorithm is chosen from the shapes alone.
     """
-    return (sliding_covariance if _sliding_pays(x.shape, window) else patch_gram)(x, window)
+    slides = _sliding_pays(tuple(x.shape), window)
+    return sliding_covariance(x, window) if slides else patch_gram(x, window)
 
 
 def sliding_covariance(x: Tensor, window: Window) -> Tensor:
@@ -71,9 +73,11 @@ def sliding_covariance(x: Tensor, window: Window) -> Tensor:
 
 def covariance_flops(shape: Sequence[int], window: Window) -> int:
     """FLOPs of the algorithm that :func:`patch_covariance` takes for an input of this shape."""
-    if _sliding_pays(shape, window):
+    if _sliding_pays(tuple(shape), window):
         return _image_flops(shape, window) + _strip_flops(shape, window)
-    return collecting_flops(shape, window)
+    positions = shape[0] * math.prod(window.output_size(shape[2:]))
+    width = shape[1] // window.groups * window.taps
+    return window.groups * gram_flops(positions, width)
 
 
 def collecting_flops(shape: Sequence[int], window: Window) -> int:
@@ -94,7 +98,8 @@ def _strip_flops(shape: Sequence[int], window: Window) -> int:
     return 2 * shape[0] * shape[1] ** 2 // window.groups * products
 
 
-def _sliding_pays(shape: Sequence[int], window: Window) -> bool:
+@lru_cache(maxsize=1024)
+def _sliding_pays(shape: tuple[int, ...], window: Window) -> bool:
     """Choose by a cost model that reads shapes only, so that every run and rank chooses alike.
 
     The constants (nanoseconds) were fitted on a two-core AVX-512 machine; what matters is that many

@@ -21,6 +21,8 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
         try:
             values, vectors = torch.linalg.eigh(candidate)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # torch.linalg.LinAlgError is one; drivers raise others
             return None
         # Row-major like everything that is loaded: layouts must not change results.
