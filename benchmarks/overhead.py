@@ -129,7 +129,7 @@ def memory(workload: str) -> dict[str, int]:
     return {"measured": sum(v.numel() * v.element_size() for v in ours), "closed_form": closed}
 
 
-def peers(workload: str, rounds: int) -> list[dict[str, Any]]:
+def peers(workload: str) -> list[dict[str, Any]]:
     """The same table for optimizers from elsewhere, all of them at both intervals."""
     rows = []
     for factor_every, refresh_every in INTERVALS:
@@ -139,6 +139,7 @@ def peers(workload: str, rounds: int) -> list[dict[str, Any]]:
             per_token=workload == "transformer",
         )
         calls, missing = peer_steps(WORKLOADS[workload], ("sgd", *OTHERS), config)
+        rounds = 3 if refresh_every <= 10 else 1
         timings = interleave(calls, rounds=rounds, calls=refresh_every, warmup=2)
         for name in OTHERS:
             row: dict[str, Any] = {"name": name, "interval": f"{factor_every}/{refresh_every}"}
@@ -187,7 +188,7 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
     print(f"state: {held['measured']:,} bytes, closed form {held['closed_form']:,}")
     result = {"kfac": rows, "phases_ms": costs, "syncs": waits, "memory": held}
     if with_peers:
-        others = peers(workload, rounds=3)
+        others = peers(workload)
         shown = [
             [r["name"], r["interval"], r.get("missing") or f"{r['overhead']:+.1%}", _spread(r)]
             for r in others
