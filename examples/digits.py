@@ -60,7 +60,8 @@ def kfac(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     )
 
 
-MAKERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+Maker = Callable[[nn.Module, float], torch.optim.Optimizer]
+MAKERS: dict[str, Maker] = {
     "SGD": sgd,
     "K-FAC": kfac,
 }
@@ -89,11 +90,11 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[500:], labels[500:], images[:500], labels[:500]
 
 
-def train(name: str, lr: float, epochs: int, seed: int, every: int = 5) -> Curve:
+def train(make: Maker, lr: float, epochs: int, seed: int, every: int = 5) -> Curve:
     images, labels, test_images, test_labels = load()
     torch.manual_seed(seed)
     model = make_network()
-    optimizer = MAKERS[name](model, lr)
+    optimizer = make(model, lr)
     total = epochs * (len(images) // BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
     curve, spent, step = Curve([], [], []), 0.0, 0
@@ -120,7 +121,7 @@ def train(name: str, lr: float, epochs: int, seed: int, every: int = 5) -> Curve
 def tune() -> None:
     for name, settings in GRID.items():
         for lr, epochs in settings:
-            curves = [train(name, lr, epochs, seed) for seed in range(100, 103)]
+            curves = [train(MAKERS[name], lr, epochs, seed) for seed in range(100, 103)]
             final = statistics.mean(c.accuracy[-1] for c in curves)
             steps = [c.first(c.steps, TARGET) for c in curves]
             print(f"{name:6} lr {lr:<5} epochs {epochs:<3} accuracy {final:.2%}  to target {steps}")
@@ -131,7 +132,7 @@ def compare(seeds: int) -> dict[str, list[Curve]]:
     curves: dict[str, list[Curve]] = {name: [] for name in MAKERS}
     for seed in range(seeds):
         for name in MAKERS:
-            curves[name].append(train(name, *CHOSEN[name], seed=seed))
+            curves[name].append(train(MAKERS[name], *CHOSEN[name], seed=seed))
     return curves
 
 

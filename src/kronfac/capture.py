@@ -34,7 +34,7 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self.edges: list[tuple[LayerState, Pass, GradientEdge]] = []
-        self._states: list[LayerState] = []
+        self._states: dict[LayerState, None] = {}
         self._handles: list[RemovableHandle] = []
         self._paused = 0
         self._depth = 0
@@ -49,8 +49,7 @@ class Capture:
 
     def attach_layer(self, state: LayerState, module: nn.Module) -> None:
         """Watch a module on behalf of a layer."""
-        if state not in self._states:
-            self._states.append(state)
+        self._states[state] = None
         hook = _Hook(self._forward, state)
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
