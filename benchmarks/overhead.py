@@ -8,6 +8,8 @@ with timers on. 50/500 is assembled from the phases: each costs the same wheneve
 """
 
 import argparse
+import statistics
+import time
 from typing import Any
 
 import torch
@@ -61,27 +63,34 @@ def measure(workload: str, interval: tuple[int, int], rounds: int) -> dict[str, 
     }
 
 
-def phase_costs(workload: str, repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of each phase each time it happens, from steps that do everything and nothing."""
-    run = Run(workload, 1, 1)
-    with run.optimizer.timed() as busy:
-        for _ in range(repeats):
-            run.step()
-        costs = {name: 1e3 * busy[name] / repeats for name in (*PER_FACTOR, "refresh")}
-    run.optimizer.factor_every = run.optimizer.refresh_every = 10**9
-    with run.optimizer.timed() as idle:
-        for _ in range(repeats):
-            run.step()
-        costs |= {name: 1e3 * idle[name] / repeats for name in ("precondition", "rescale")}
-    return costs
+def phase_costs(workload: str, repeats: int = 9) -> dict[str, float]:
+    """Milliseconds of each phase each time it happens: medians, interleaved with SGD.
+
+    One run does everything at every step, another nothing but preconditioning.
+    """
+    busy, idle = Run(workload, 1, 1), Run(workload, 10**9, 10**9)
+    model, batch, loss = WORKLOADS[workload]()
+    sgd = training_step(model, batch, loss, build("sgd", model, Config()))
+    samples: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        started = time.perf_counter()
+        sgd()
+        samples.setdefault("sgd", []).append(time.perf_counter() - started)
+        for run, names in ((busy, (*PER_FACTOR, "refresh")), (idle, ("precondition", "rescale"))):
+            with run.optimizer.timed() as seconds:
+                run.step()
+            for name in names:
+                samples.setdefault(name, []).append(seconds[name])
+    return {name: 1e3 * statistics.median(values) for name, values in samples.items()}
 
 
 def assemble(costs: dict[str, float], interval: tuple[int, int]) -> float:
-    """Milliseconds that a mean step of this interval spends on curvature."""
+    """What a mean step of this interval spends on curvature, as a share of an SGD step."""
     factor_every, refresh_every = interval
     per_factor = sum(costs[name] for name in PER_FACTOR)
     per_step = costs["precondition"] + costs["rescale"]
-    return per_step + per_factor / factor_every + costs["refresh"] / refresh_every
+    total = per_step + per_factor / factor_every + costs["refresh"] / refresh_every
+    return total / costs["sgd"]
 
 
 class SyncCounter(TorchDispatchMode):
@@ -161,10 +170,8 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
     print(f"\n{workload}")
     rows = [measure(workload, interval, rounds) for interval in INTERVALS]
     costs = phase_costs(workload)
-    long = (50, 500)
-    sgd_ms = rows[-1]["sgd_ms"]
     rows.append(
-        {"interval": "50/500", "sgd_ms": sgd_ms, "overhead": assemble(costs, long) / sgd_ms}
+        {"interval": "50/500", "sgd_ms": costs["sgd"], "overhead": assemble(costs, (50, 500))}
     )
     cells = []
     for row in rows:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from kronfac import KFAC
+from kronfac.fisher import sampled_gradient
 from tests import oracles
 from tests.feature_order import factor_in_library_order
 from tests.layers.cases import CASES, DOUBLE, normal
@@ -227,13 +228,34 @@ BATCHED = {n: m for n, m in CASES.items() if "unbatched" not in n and n != "line
 @pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED.keys())
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("fisher", FISHERS)
-def test_every_layer(make: Any, sharing: Any, fisher: Any) -> None:
+@pytest.mark.parametrize("average", ["batch", None], ids=["mean", "sum"])
+def test_every_layer(make: Any, sharing: Any, fisher: Any, average: Any) -> None:
+    case = make()
+    model, x = with_head(case.module, case.x), case.x
+    loss = averaged("categorical", len(x) if average else None)
+    options = {"fisher": fisher, "sharing": sharing}
+    expected = reference_steps(model, x, loss, average=average, **options)
+    optimizer = make_optimizer(model, loss_average=average, **options)
+    backward(optimizer, x, loss)
+    assert_all_equal(step_of(optimizer), expected)
+
+
+@pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED.keys())
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_every_layer_with_sampled_labels(make: Any, sharing: Any) -> None:
     case = make()
     model, x = with_head(case.module, case.x), case.x
     loss = averaged("categorical", len(x))
-    expected = reference_steps(model, x, loss, fisher=fisher, sharing=sharing)
-    optimizer = make_optimizer(model, fisher=fisher, sharing=sharing)
-    backward(optimizer, x, loss)
+    expected = []
+    for layer in matrix_layers(model):
+        outputs, (call,) = oracles.run_layer(model, layer, x)
+        generator = torch.Generator().manual_seed(3)
+        sent = sampled_gradient(outputs.detach(), "categorical", generator)
+        (gradient,) = torch.autograd.grad(outputs, call.z, sent)
+        A, G = oracles.type2_factors(layer, call.x, gradient[None], sharing)
+        expected.append(oracles.eigen_step(A, G, loss_gradient(model, layer, x, loss), GAMMA))
+    optimizer = make_optimizer(model, fisher="mc", sharing=sharing)
+    backward(optimizer, x, loss, generator=torch.Generator().manual_seed(3))
     assert_all_equal(step_of(optimizer), expected)
 
 
@@ -580,14 +602,19 @@ def test_micro_batches_of_tokens_are_one_batch(fisher: Any) -> None:
     assert_all_equal(steps[1], steps[0])
 
 
-def test_forwards_before_one_backward_are_one_batch() -> None:
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_forwards_before_one_backward_are_one_batch(fisher: Any) -> None:
     model, x = small_model("conv")
     steps = []
     for sizes in ([5], [2, 3]):
         copied = copy.deepcopy(model)
-        optimizer = make_optimizer(copied)
-        outputs = torch.cat([copied(part) for part in x.split(sizes)])
-        averaged("categorical", 5)(outputs).backward()
+        optimizer = make_optimizer(copied, fisher=fisher)
+        parts = []
+        for part in x.split(sizes):
+            parts.append(copied(part))
+            if fisher == "exact":
+                optimizer.observe(parts[-1])
+        averaged("categorical", 5)(torch.cat(parts)).backward()
         steps.append(step_of(optimizer))
     assert_all_equal(steps[1], steps[0])
 
