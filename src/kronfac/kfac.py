@@ -69,7 +69,7 @@ class KFAC(Preconditioned):
         model: nn.Module,
         base_optimizer: Optimizer,
         *,
-        damping: Number = 1e-3,
+        damping: Number = 1e-4,
         factor_every: Count = 10,
         refresh_every: Count = 100,
         decay: Number = 0.95,
