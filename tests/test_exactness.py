@@ -131,7 +131,7 @@ def step_of(optimizer: KFAC) -> list[Tensor]:
 
 
 def running_factors(optimizer: KFAC, layer: Any) -> dict[str, Tensor]:
-    running = optimizer._preconditioner.layers[layer.weight].running
+    running = optimizer._preconditioner.layers[layer.weight, ""].running
     means = {name: one.mean() for name, one in running.items()}
     assert all(mean is not None for mean in means.values())
     return means  # type: ignore[return-value]
@@ -320,7 +320,7 @@ def test_single_precision_follows() -> None:
 
 
 def test_other_parameters_take_the_plain_step() -> None:
-    model = nn.Sequential(nn.LayerNorm(4, **DOUBLE), nn.Linear(4, C, **DOUBLE))
+    model = nn.Sequential(nn.PReLU(4, **DOUBLE), nn.Linear(4, C, **DOUBLE))
     x, loss = normal(5, 4), averaged("gaussian", 5)
     optimizer = make_optimizer(model)
     before = model[0].weight.detach().clone()

@@ -105,7 +105,7 @@ def test_unit_gives_every_group_of_a_convolution_the_norm() -> None:
 
 
 def test_unit_leaves_parameters_that_are_not_preconditioned() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
     before, after = applied(model, frozen_kfac(model, rescale="unit"), batch())
     assert_same(after["1.weight"], before["1.weight"])
 
@@ -213,7 +213,7 @@ def test_momentum_is_taken_before_preconditioning(nesterov: bool) -> None:
 
 
 def test_momentum_leaves_parameters_that_are_not_preconditioned() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
     optimizer = frozen_kfac(model, momentum=0.9)
     step(model, optimizer, batch(0))
     before, after = applied(model, optimizer, batch(1))
@@ -236,7 +236,7 @@ def test_without_a_solution_the_gradient_passes_as_it_is(
 
 
 def test_param_groups_split_what_is_preconditioned_from_the_rest() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
     chosen, rest = kronfac.param_groups(model, lr=0.02, other_lr=0.3, momentum=0.9)
     assert chosen["params"] == [*model[0].parameters(), *model[2].parameters()]
     assert rest["params"] == list(model[1].parameters())
@@ -262,7 +262,7 @@ def test_param_groups_hold_every_parameter_once() -> None:
 
 
 def test_param_groups_feed_a_base_optimizer() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
     base = SGD(kronfac.param_groups(model, lr=0.02, other_lr=0.3))
     step(model, kfac(model, base, rescale="unit"), batch())
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

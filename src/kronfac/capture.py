@@ -2,13 +2,14 @@
 
 A forward hook observes the input side at once and puts a tensor hook on the output, which survives
 in-place activations (full backward hooks do not). Capture happens when a factor step is due, the module
-is in training mode, gradients are enabled and the output requires one.
+is in training mode, gradients are enabled and the output requires one. What a compiled model does instead
+is in :mod:`kronfac.compiled`; both ways end in ``observe_call`` and ``observe_output``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,10 +19,24 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from kronfac import compiled
 from kronfac.config import Options
 from kronfac.layer_state import LayerState
+from kronfac.layers.attention import OUTPUT, AttentionProjection
 from kronfac.phases import Phases
 from kronfac.statistics import Pass, count_dtype
+
+
+class Watch:
+    """One module, and the layers whose products its calls contain, by part."""
+
+    def __init__(self, module: nn.Module, states: Sequence[LayerState]) -> None:
+        self.states = {state.layer.part: state for state in states}
+        self.split = states[0].layer.split
+        if isinstance(module, nn.MultiheadAttention):
+            self.split = AttentionProjection.split
+            out = self.states.pop("", None)
+            self.states |= {} if out is None else {OUTPUT: out}
 
 
 class Capture:
@@ -30,12 +45,18 @@ class Capture:
     def __init__(self, options: Options, phases: Phases) -> None:
         self.options = options
         self.phases = phases
-        self.due = True
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
-        self.edges: list[tuple[LayerState, Pass, GradientEdge]] = []
-        self._states: dict[LayerState, None] = {}
+        self.edges: list[tuple[LayerState, Pass, tuple[Any, ...], GradientEdge]] = []
+        self.states: list[LayerState] = []
+        self.switch = compiled.Switch()
+        self.calls = compiled.Calls()
+        self.number = compiled.register(self)
+        #: Number and weight of the draw of ``observe()`` that is on its way through a compiled model.
+        self.draw: tuple[int, float] | None = None
+        self._watches: list[Watch] = []
         self._handles: list[RemovableHandle] = []
+        self._due = True
         self._paused = 0
         self._depth = 0
         self._current: Pass | None = None
@@ -45,20 +66,47 @@ class Capture:
         self._implicit: dict[int, Pass] = {}
         self._unrecorded: dict[nn.Module, list[Pass]] = {}
 
+    @property
+    def due(self) -> bool:
+        """Whether the coming step takes statistics."""
+        return self._due
+
+    @due.setter
+    def due(self, due: bool) -> None:
+        self._due = due
+        self.switch.on = due and not self._paused
+
     # --- hooks ----------------------------------------------------------------------------------
 
-    def attach_layer(self, state: LayerState, module: nn.Module) -> None:
-        """Watch a module on behalf of a layer."""
-        self._states[state] = None
-        hook = _Hook(self._forward, state)
+    def attach_module(self, module: nn.Module, states: Sequence[LayerState]) -> None:
+        """Watch a module on behalf of the layers whose products it computes."""
+        self.states += [state for state in states if state not in self.states]
+        watch = Watch(module, states)
+        self._watches.append(watch)
+        hook = _Hook(self._forward, watch, traced=self._traced_call(watch))
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def attach_model(self, model: nn.Module) -> None:
         """Watch the outermost forward, which says how many samples there are."""
-        opening, closing = _Hook(self._open), _Hook(self._close)
+        traced = compiled.TracedModel(self.number, self.switch, self._counts_terms)
+        opening = _Hook(self._open, traced=traced.open)
+        closing = _Hook(self._close, traced=traced.close)
         self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
         self._handles.append(
             model.register_forward_hook(closing, with_kwargs=True, always_call=True)
+        )
+
+    def _traced_call(self, watch: Watch) -> compiled.TracedCall:
+        indices = {part: self.states.index(state) for part, state in watch.states.items()}
+        keeps = {part for part, state in watch.states.items() if state.layer.keeps_inputs}
+        return compiled.TracedCall(
+            self.number,
+            self.switch,
+            watch.split,
+            indices,
+            keeps,
+            gradients=self.options.fisher != "forward",
+            sampled=self.options.sampled,
         )
 
     def detach(self) -> None:
@@ -67,17 +115,20 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.clear()
-        self._states.clear()
+        self.states.clear()
+        self._watches.clear()
         self.due = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Observe nothing inside."""
         self._paused += 1
+        self.due = self.due
         try:
             yield
         finally:
             self._paused -= 1
+            self.due = self.due
 
     # --- the life of a step ---------------------------------------------------------------------
 
@@ -95,30 +146,33 @@ class Capture:
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
         self.passes.clear()
-        for state in self._states:
+        for state in self.states:
             state.pending.clear_outputs()
 
     def clear(self) -> None:
         """Forget everything that is pending."""
         self.clear_outputs()
         self.edges.clear()
+        self.calls.clear()
         self._implicit.clear()
         self._unrecorded.clear()
         self._latest = None
-        for state in self._states:
+        for state in self.states:
             state.pending.clear()
 
-    # --- forward --------------------------------------------------------------------------------
+    # --- the model's forward --------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._depth == 0:
+            self._note_forward(module)
+        self.open_pass(first_tensor((args, kwargs)))
+
+    def open_pass(self, first: Tensor | None) -> None:
+        """Begin a forward whose first tensor this is."""
         self._depth += 1
-        if self._depth > 1:
-            return
-        self._note_forward(module)
-        if not self.due or self._paused:
+        if self._depth > 1 or not self.due or self._paused:
             return
         self._notice_cleared_gradients()
-        first = _first_tensor((args, kwargs))
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
         self._current = self._latest = None if unknown or first is None else Pass(first.shape[0])
@@ -127,58 +181,91 @@ class Capture:
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        seen = self.close_pass()
+        if seen is None or not self._counts_terms:
+            return
+        scores = first_tensor(output, least_dim=2, needs_grad=True)
+        if scores is not None and not self._paused:
+            scores.register_hook(partial(count_terms, seen))
+
+    def close_pass(self) -> Pass | None:
+        """End a forward; return its pass if it was the outermost one."""
         if self._depth == 0:
-            return  # a hook of somebody else raised before ours could open
+            return None  # a hook of somebody else raised before ours could open
         self._depth -= 1
         if self._depth > 0:
-            return
+            return None
         seen, self._current = self._current, None
-        if seen is None or self.options.loss_average != "token":
-            return
-        if self.options.fisher != "empirical":
-            return
-        scores = _first_tensor(output, least_dim=2, needs_grad=True)
-        if scores is not None and not self._paused:
-            scores.register_hook(partial(_count_terms, seen))
+        return seen
+
+    @property
+    def _counts_terms(self) -> bool:
+        return self.options.loss_average == "token" and self.options.fisher == "empirical"
+
+    # --- a layer's forward ----------------------------------------------------------------------
 
     def _forward(
         self,
-        state: LayerState,
+        watch: Watch,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
-    ) -> None:
+    ) -> Any:
         self._note_forward(module)
-        if not self.due or self._paused or not module.training:
-            return
+        if not self.due or not module.training:
+            return None
         if not torch.is_grad_enabled():
-            if self._current is not None and self._recording:
+            if self._current is not None and self._recording and not self._paused:
                 self._unrecorded.setdefault(module, []).append(self._current)
-            return
-        if not output.requires_grad or not state.layer.weight.requires_grad:
-            return
-        if module.weight is not state.layer.weight:
-            return  # torch.func.functional_call with other weights
+            return None
+        # Paused or not: a repeated forward has to do what the first one did.
+        calls, replaced = watch.split(module, args, kwargs, output)
+        if self._paused:
+            return replaced
         seen = self._current
         if _inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
             if not unrecorded:
-                return
+                return replaced
             seen = unrecorded.pop()
+        for part, inputs, product in calls:
+            state = watch.states.get(part)
+            if state is None or not product.requires_grad or not state.layer.weight.requires_grad:
+                continue
+            if part != OUTPUT and not state.layer.uses(module):
+                continue
+            self._observe(state, seen, inputs, product)
+        return replaced
+
+    def _observe(
+        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...], product: Tensor
+    ) -> None:
+        seen = self.observe_call(state, seen, inputs)
+        if self.options.sampled:
+            kept = inputs if state.layer.keeps_inputs else ()
+            self.edges.append((state, seen, kept, get_gradient_edge(product)))
+        elif self.options.fisher == "empirical":
+            kept = tuple(_detached(x) for x in inputs) if state.layer.keeps_inputs else ()
+            product.register_hook(partial(self._backward, state, seen, kept))
+
+    def observe_call(self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]) -> Pass:
+        """Observe the input side of one product and return the pass that it belongs to."""
         if state.layer.stale():
             state.reset()
-        values = args if args else tuple(kwargs.values())
+        first = inputs[0]
         if seen is None:
-            seen = self._implicit_pass(state, values[0])
-        with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-            self._observe_input(state, values, seen)
-        if self.options.sampled:
-            self.edges.append((state, seen, get_gradient_edge(output)))
-        elif self.options.fisher == "empirical":
-            output.register_hook(partial(self._backward, state, seen))
+            seen = self._implicit_pass(state, first)
+        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+            self._observe_input(state, inputs, seen)
+        return seen
+
+    def observe_traced_call(self, state: LayerState, inputs: tuple[Any, ...]) -> Pass:
+        """The same for a product in a compiled forward, which is running now."""
+        self.forward_seen = True
+        return self.observe_call(state, self._current, inputs)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
@@ -188,6 +275,8 @@ class Capture:
     def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
         with self.phases("observe-input"):
             rows = state.layer.inputs(values)
+            if rows is None:
+                return
             if state.block.holds_rows and rows.samples != seen.samples:
                 state.fall_back_to_expand()
             if state.block.holds_rows:
@@ -210,31 +299,45 @@ class Capture:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def _backward(self, state: LayerState, seen: Pass, grad: Tensor) -> None:
-        if self._paused or state not in self._states:
+    def _backward(self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor) -> None:
+        if self._paused or state not in self.states:
             return
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            self.observe_output(state, seen, grad)
+            self.observe_output(state, seen, grad, kept)
+
+    def observe_traced_output(
+        self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor
+    ) -> None:
+        """The gradient of one product's output in a compiled backward."""
+        if not self.options.sampled:
+            self._backward(state, seen, kept, grad)
+        elif self.draw is not None:
+            draw, share = self.draw
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                self.observe_output(state, seen, grad, kept, draw, share, scaled=False)
 
     def observe_output(
         self,
         state: LayerState,
         seen: Pass,
         grad: Tensor,
+        kept: tuple[Any, ...],
         draw: int = 0,
         share: float = 1.0,
         scaled: bool = True,
     ) -> None:
-        """Add the gradient of one call's output.
+        """Add the gradient of one product's output.
 
-        ``share`` is its weight in a mean over draws; ``scaled`` says that it carries the factor of a
-        gradient scaler.
+        ``kept`` are the product's inputs if the layer needs them again. ``share`` is its weight in a
+        mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
         """
         with self.phases("observe-output"):
             self.passes[seen] = None
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
-            rows = state.layer.outputs(grad)
+            rows = state.layer.outputs(grad, kept)
+            if state.block.holds_rows and rows.samples != seen.samples:
+                state.fall_back_to_expand()
             if state.block.holds_rows:
                 state.pending.hold_output(rows.summed(), seen, draw, share)
             else:
@@ -249,7 +352,7 @@ class Capture:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
         if self.options.sampled:
             return  # observe() leaves no gradients behind
-        for state in self._states:
+        for state in self.states:
             if state.pending.has_outputs and state.layer.weight.grad is None:
                 self.clear_outputs()
                 return
@@ -259,17 +362,22 @@ class _Hook:
     """A hook that does not keep its optimizer alive.
 
     A model that is copied or unpickled, or whose optimizer is gone, carries it along without effect.
+    ``traced`` is what a compiler sees instead; it knows the optimizer by number only.
     """
 
-    def __init__(self, target: Any = None, *bound: Any) -> None:
+    def __init__(self, target: Any = None, *bound: Any, traced: Any = None) -> None:
         self._target = None if target is None else weakref.WeakMethod(target)
         self._bound = tuple(weakref.ref(value) for value in bound)
+        self._traced = traced
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None if self._traced is None else self._traced(*args)
         target = None if self._target is None else self._target()
         bound = [value() for value in self._bound]
-        if target is not None and None not in bound:
-            target(*bound, *args)
+        if target is None or None in bound:
+            return None
+        return target(*bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -297,11 +405,14 @@ def _is_inert(hook: object) -> bool:
 
 
 def _inside_backward() -> bool:
-    # The graph task is unknown to the compiler, which never runs a forward inside a backward.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
-def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:
     """First tensor in nested containers that has enough dimensions (and a gradient to come)."""
     if isinstance(value, Tensor):
         fits = value.dim() >= least_dim and (value.requires_grad or not needs_grad)
@@ -310,12 +421,12 @@ def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> T
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            found = _first_tensor(item, least_dim, needs_grad)
+            found = first_tensor(item, least_dim, needs_grad)
             if found is not None:
                 return found
     return None
 
 
-def _count_terms(seen: Pass, grad: Tensor) -> None:
+def count_terms(seen: Pass, grad: Tensor) -> None:
     """Loss terms are the output positions that receive a gradient: masked ones receive none."""
     seen.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))

@@ -109,7 +109,10 @@ def _check_match(
 
 
 def layer_entry(state: LayerState) -> dict[str, Any]:
-    """Return what is saved of one layer, without the prefix."""
+    """Return what is saved of one layer, without the prefix.
+
+    Layers that are parts of one weight put their name before their keys.
+    """
     entry: dict[str, Any] = {}
     for name, running in state.running.items():
         if running.sum is not None:
@@ -124,11 +127,22 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
     if state.pending.dropped is not None:
         entry["dropped"] = state.pending.dropped
-    return entry
+    return {_part_key(state, key): value for key, value in entry.items()}
+
+
+def _part_key(state: LayerState, key: str) -> str:
+    return f"{state.layer.part}.{key}" if state.layer.part else key
+
+
+def _own_part(state: LayerState, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Undo what :func:`layer_entry` puts before the keys."""
+    prefix = _part_key(state, "")
+    return {k.removeprefix(prefix): v for k, v in entry.items() if k.startswith(prefix)}
 
 
 def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Raise if what was saved of a layer does not fit the layer as it is now."""
+    entry = _own_part(state, entry)
     expected: dict[str, Shape] = {"momentum": state.layer.matrix_shape, "dropped": ()}
     for name, running in state.running.items():
         expected |= {f"{name}.sum": running.statistic.sum_shape, f"{name}.count": ()}
@@ -146,6 +160,7 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()
+    entry = _own_part(state, entry)
     if "schedule" not in entry:
         return
     solved, last, offset, failures, in_a_row, fell_back = entry["schedule"].tolist()

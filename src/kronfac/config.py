@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from kronfac.layers import Layer
+
 Number = float | Callable[[int], float]
 Count = int | Callable[[int], int]
 Pattern = str | type[nn.Module]
@@ -28,6 +30,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "rescale": (None, "kl-clip", "graft", "unit"),
     "on_missing": ("warn", "raise", "ignore"),
 }
+
+
+def no_matrix(layer: Layer) -> str | None:
+    """Refuse layers that do not multiply by a matrix, for which a unit step has no meaning."""
+    if layer.unit_wise or layer.picks_columns:
+        return "rescale='unit' is for matrices, and this is none"
+    return None
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,14 @@ class Options:
     def sampled(self) -> bool:
         """Whether output gradients come from ``observe()`` and not from the loss."""
         return self.fisher in ("mc", "exact")
+
+    def refusal(self, layer: Layer) -> str | None:
+        """Say why these options leave a layer to the base optimizer, or nothing."""
+        if self.rescale == "unit":
+            return no_matrix(layer)
+        if self.fisher == "forward" and layer.unit_wise:
+            return "fisher='forward' observes no gradients, and its inputs alone show nothing"
+        return None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

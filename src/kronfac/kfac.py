@@ -21,9 +21,12 @@ from kronfac.config import (
     Sharing,
     SolverOption,
     as_patterns,
+    no_matrix,
 )
 from kronfac.layers import Layer
+from kronfac.methods.block import Block
 from kronfac.methods.kfac import KFACBlock
+from kronfac.methods.unit_wise import UnitWiseBlock
 from kronfac.optimizer import Preconditioned
 from kronfac.selection import Selection
 
@@ -109,8 +112,10 @@ class KFAC(Preconditioned):
         super().__init__(model, base_optimizer, options, schedules)
         self.grad_scaler = grad_scaler
 
-    def _make_block(self, layer: Layer, per_sample: bool) -> KFACBlock:
+    def _make_block(self, layer: Layer, per_sample: bool) -> Block:
         options = self._preconditioner.options
+        if layer.unit_wise:
+            return UnitWiseBlock(layer.matrix_shape, layer.factor_dtype, per_sample=per_sample)
         return KFACBlock(
             layer.matrix_shape,
             layer.factor_dtype,
@@ -118,6 +123,7 @@ class KFAC(Preconditioned):
             max_dim=options.max_dim,
             output_factor=options.fisher != "forward",
             per_sample=per_sample,
+            picks_columns=layer.picks_columns,
         )
 
 
@@ -133,10 +139,12 @@ def param_groups(
     """Split parameters into those that K-FAC preconditions and the rest, for the base optimizer.
 
     With ``rescale="unit"`` a preconditioned step has a length of its own and wants its own learning
-    rate. Further keywords are options of the other group, for example ``momentum=0.9``.
+    rate; norms and embeddings, which are no matrices, are among the rest. Further keywords are options
+    of the other group, for example ``momentum=0.9``.
     """
-    selection = Selection(model, as_patterns(include), as_patterns(exclude))
-    chosen = [p for layer in selection.layers for p in (layer.weight, layer.bias) if p is not None]
+    selection = Selection(model, as_patterns(include), as_patterns(exclude), no_matrix)
+    found = [p for layer in selection.layers for p in (layer.weight, layer.bias) if p is not None]
+    chosen = list(dict.fromkeys(found))
     known = set(chosen)
     rest = [p for p in model.parameters() if p not in known]
     groups = [{"params": chosen, "lr": lr}, {"params": rest, "lr": other_lr, **other}]

@@ -23,7 +23,7 @@ class LayerState:
     ) -> None:
         self.layer = layer
         self.has_momentum = has_momentum
-        self.per_sample = per_sample
+        self.per_sample = (per_sample and not layer.picks_columns) or layer.unit_wise
         self.fell_back = False
         self.note = ""
         self.offset = 0
@@ -59,7 +59,11 @@ class LayerState:
         """Give up per-sample rows for a layer whose rows do not group by sample."""
         self.per_sample = False
         self.fell_back = True
-        self.note = "expand: rows not grouped by sample"
+        self.note = (
+            "rows not grouped by sample: each counts as one"
+            if self.layer.unit_wise
+            else "expand: rows not grouped by sample"
+        )
         self.reset()
 
     @property

@@ -47,7 +47,7 @@ class Observer:
             )
         if not self.capture.due:
             return
-        if not self.capture.edges:
+        if not self.capture.edges and not self.capture.calls.products:
             raise RuntimeError(
                 "observe() found no forward pass to observe: call it once after each forward in "
                 "training mode and before backward()."
@@ -65,24 +65,39 @@ class Observer:
         for number, gradient in enumerate(draws):
             self._send(outputs, gradient * weights[..., None], number, share)
         self.capture.edges.clear()
+        self.capture.calls.clear()
 
     def _share_terms(self, weights: Tensor) -> None:
         """Tell the passes how many loss terms they have, by their share of the samples."""
-        passes = {seen: None for _, seen, _ in self.capture.edges}
+        passes = {seen: None for _, seen, *_ in self.capture.edges}
+        passes |= {seen: None for _, seen in self.capture.calls.products.values()}
         terms = weights.sum(dtype=count_dtype(weights.device))
         samples = max(1, sum(seen.samples for seen in passes))
         for seen in passes:
             seen.terms = terms * (seen.samples / samples)
 
     def _send(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
-        edges = [edge for _, _, edge in self.capture.edges]
-        found = torch.autograd.grad(
-            outputs, edges, gradient.to(outputs.dtype), retain_graph=True, allow_unused=True
-        )
+        gradient = gradient.to(outputs.dtype)
+        self._send_compiled(outputs, gradient, draw, share)
+        if not self.capture.edges:
+            return
+        edges = [edge for *_, edge in self.capture.edges]
+        found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
-            for (state, seen, _), grad in zip(self.capture.edges, found, strict=True):
+            for (state, seen, kept, _), grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
-                    self.capture.observe_output(state, seen, grad, draw, share, scaled=False)
+                    self.capture.observe_output(state, seen, grad, kept, draw, share, scaled=False)
+
+    def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
+        """Compiled products have no outputs to ask for; their backward reports as it passes."""
+        weights = [weight for weight in self.capture.calls.weights if weight.requires_grad]
+        if not weights:
+            return
+        self.capture.draw = (draw, share)
+        try:
+            torch.autograd.grad(outputs, weights, gradient, retain_graph=True, allow_unused=True)
+        finally:
+            self.capture.draw = None
 
     # --- random numbers -------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kronfac import checkpoint
 from kronfac.capture import Capture
 from kronfac.config import Options, Schedules
 from kronfac.layer_state import BlockFactory, LayerState
+from kronfac.layers.attention import output_projections
 from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.rescale import Update, graft, kl_clip_factor, unit
@@ -47,7 +48,7 @@ class Preconditioner:
         self.phases = Phases()
         self.capture = Capture(options, self.phases)
         self.observer = Observer(self.capture, options.fisher)
-        self.layers: dict[nn.Parameter, LayerState] = {}
+        self.layers: dict[tuple[nn.Parameter, str], LayerState] = {}
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
@@ -60,10 +61,13 @@ class Preconditioner:
         if self.detached:
             return
         trained = {p for group in groups for p in group["params"]}
-        selection = Selection(self.model, self.options.include, self.options.exclude)
+        options = self.options
+        selection = Selection(self.model, options.include, options.exclude, options.refusal)
         self.reasons = selection.reasons
+        hosts = output_projections(self.model)
+        watched: dict[nn.Module, list[LayerState]] = {}
         for layer, others in selection.layers.items():
-            if layer.weight in self.layers or layer.weight not in trained:
+            if layer.key in self.layers or layer.weight not in trained:
                 continue
             state = LayerState(
                 layer,
@@ -72,9 +76,11 @@ class Preconditioner:
                 has_momentum=self.options.momentum > 0,
             )
             state.note = selection.notes.get(layer.name, "")
-            self.layers[layer.weight] = state
+            self.layers[layer.key] = state
             for module in (layer.module, *others):
-                self.capture.attach_layer(state, module)
+                watched.setdefault(hosts.get(module, module), []).append(state)
+        for module, states in watched.items():
+            self.capture.attach_module(module, states)
         if self.options.stagger:
             interval = int(self.schedules.at("refresh_every", self.clock.step))
             states = list(self.layers.values())
@@ -254,7 +260,8 @@ class Preconditioner:
                 continue
             after = state.block.precondition(state.solution, before, damping)
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
-            updates.append((state, Update(before, after, own)))
+            raw = state.block.raw_columns(state.solution)
+            updates.append((state, Update(before, after, own, raw)))
         return updates
 
     def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
@@ -282,7 +289,7 @@ class Preconditioner:
             elif rule == "unit":
                 state.layer.write(unit(update))
             elif rule == "kl-clip":
-                state.layer.write(update.after * factor)
+                state.layer.write(update.times(factor))
             else:
                 state.layer.write(update.after)
 
@@ -314,14 +321,15 @@ class Preconditioner:
         found: dict[str, dict[str, Any]] = {
             name: {"step": step} for p, name in names.items() if p.requires_grad
         }
+        shared: dict[str, Any] = {"step": step}
         last = -1 if self.clock.last_factor is None else self.clock.last_factor
+        shared["last_factor"] = torch.tensor(last, dtype=torch.int64)
         random = self.observer.random_state()
-        for parameter, state in self.layers.items():
-            entry = checkpoint.layer_entry(state)
-            entry |= {"step": step, "last_factor": torch.tensor(last, dtype=torch.int64)}
-            if random is not None:
-                entry["random"] = random
-            found[names[parameter]] = entry
+        if random is not None:
+            shared["random"] = random
+        for (parameter, _), state in self.layers.items():
+            entry = found.setdefault(names[parameter], {})
+            entry |= checkpoint.layer_entry(state) | shared
         return found
 
     def load_entries(
@@ -330,7 +338,7 @@ class Preconditioner:
         """Restore what :meth:`entries` returned; layers that it does not know start anew."""
         self.capture.clear()
         self.clock.step, self.clock.last_factor = 0, None
-        for parameter, state in self.layers.items():
+        for (parameter, _), state in self.layers.items():
             checkpoint.load_layer(state, entries.get(names[parameter], {}))
         for entry in entries.values():
             if "step" in entry:
@@ -346,7 +354,7 @@ class Preconditioner:
         self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
     ) -> None:
         """Raise if saved tensors do not fit, before anything is changed."""
-        for parameter, state in self.layers.items():
+        for (parameter, _), state in self.layers.items():
             checkpoint.check_layer(state, entries.get(names[parameter], {}))
 
 

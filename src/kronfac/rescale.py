@@ -15,17 +15,29 @@ class Update:
     """A layer's step: ``before`` and ``after`` preconditioning, ``[*b, d_out, d_in]``.
 
     ``rates`` are the learning rates of the matrix's columns: one number, or two when the bias, the
-    last column, is in a parameter group with a rate of its own.
+    last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
+    gradient whatever the others do.
     """
 
     before: Tensor
     after: Tensor
     rates: tuple[float | Tensor, ...]
+    raw: Tensor | None = None
+
+    def times(self, factor: float | Tensor) -> Tensor:
+        """The step at another length."""
+        scaled = self.after * factor
+        return scaled if self.raw is None else torch.where(self.raw, self.before, scaled)
+
+    def known(self, matrix: Tensor) -> Tensor:
+        """``before`` or ``after`` without the raw columns."""
+        return matrix if self.raw is None else matrix.masked_fill(self.raw, 0)
 
 
 def graft(update: Update) -> Tensor:
     """Give the step the norm that the gradient had, ``v·‖g‖/‖v‖``."""
-    return update.after * _ratio(update.before.norm(), update.after.norm())
+    before, after = update.known(update.before), update.known(update.after)
+    return update.times(_ratio(before.norm(), after.norm()))
 
 
 def unit(update: Update) -> Tensor:
@@ -33,7 +45,7 @@ def unit(update: Update) -> Tensor:
     rows, columns = update.after.shape[-2:]
     target = math.sqrt(min(rows, columns) * max(1.0, rows / columns))
     norm = update.after.flatten(-2).norm(dim=-1)[..., None, None]
-    return update.after * _ratio(torch.full_like(norm, target), norm)
+    return update.times(_ratio(torch.full_like(norm, target), norm))
 
 
 def kl_clip_factor(updates: Sequence[Update], bound: float) -> Tensor:
@@ -45,7 +57,7 @@ def kl_clip_factor(updates: Sequence[Update], bound: float) -> Tensor:
 
 
 def _step_size(update: Update) -> Tensor:
-    products = update.before * update.after
+    products = update.known(update.before) * update.after
     if len(update.rates) == 1:
         return products.sum() * update.rates[0] ** 2
     weight, bias = update.rates

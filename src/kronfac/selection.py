@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from kronfac.config import Pattern
-from kronfac.layers import Layer, find_layer
+from kronfac.layers import Layer, find_layers
+
+#: Says why a layer is not wanted, or nothing.
+Refusal = Callable[[Layer], str | None]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -42,14 +46,17 @@ class Selection:
     """
 
     def __init__(
-        self, model: nn.Module, include: tuple[Pattern, ...], exclude: tuple[Pattern, ...]
+        self,
+        model: nn.Module,
+        include: tuple[Pattern, ...],
+        exclude: tuple[Pattern, ...],
+        refuse: Refusal = lambda layer: None,
     ) -> None:
-        self.include, self.exclude = include, exclude
+        self.include, self.exclude, self.refuse = include, exclude, refuse
         self.layers: dict[Layer, list[nn.Module]] = {}
         self.reasons: dict[str, str] = {}
         self.notes: dict[str, str] = {}
-        owners: dict[nn.Parameter, Layer] = {}
-        taken: set[nn.Parameter] = set()
+        self._owners: dict[tuple[nn.Parameter, str], Layer] = {}
         model = unwrap(model)
         modules = [(plain_name(name), module) for name, module in model.named_modules()]
         for pattern in (*include, *exclude):
@@ -61,44 +68,56 @@ class Selection:
                     f"like {modules[-1][0]!r}."
                 )
         for name, module in modules:
-            self._consider(name, module, owners, taken)
+            self._consider(name, module)
+        taken = {p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name = plain_name(name)
             if parameter in taken and self.reasons.pop(name, None) is not None:
-                self._note_other_role(name, owners, parameter)
+                self._note_other_role(name, parameter)
 
-    def _consider(
-        self,
-        name: str,
-        module: nn.Module,
-        owners: dict[nn.Parameter, Layer],
-        taken: set[nn.Parameter],
-    ) -> None:
-        found = self._layer_or_reason(name, module)
-        if isinstance(found, Layer):
-            owner = owners.setdefault(found.weight, found)
-            if owner is found:
-                self.layers[found] = []
-                taken.update(p for p in (found.weight, found.bias) if p is not None)
-                return
-            if owner.kind == found.kind and owner.bias is found.bias:
-                self.layers[owner].append(module)
-                return
-            found = f"its weight is that of {owner.name!r}"
+    def _consider(self, name: str, module: nn.Module) -> None:
+        found = self._layers_or_reason(name, module)
+        used: set[nn.Parameter] = set()
+        reason = (
+            found if isinstance(found, str) else f"{type(module).__name__} does not multiply by it"
+        )
+        for layer in [] if isinstance(found, str) else found:
+            obstacle = self._take(layer, module)
+            if obstacle is None:
+                used.update(p for p in (layer.weight, layer.bias) if p is not None)
+            else:
+                reason = obstacle
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
-            if parameter not in taken:
-                self.reasons[parameter_name] = found
+            if parameter not in used:
+                self.reasons[parameter_name] = reason
 
-    def _note_other_role(
-        self, name: str, owners: dict[nn.Parameter, Layer], parameter: nn.Parameter
-    ) -> None:
+    def _take(self, layer: Layer, module: nn.Module) -> str | None:
+        """Select a layer, or say why not."""
+        obstacle = self.refuse(layer)
+        if obstacle is not None:
+            return obstacle
+        owner = self._owners.get(layer.key)
+        if owner is not None and type(owner) is type(layer) and owner.bias is layer.bias:
+            self.layers[owner].append(module)
+            return None
+        if owner is not None and not owner.picks_columns:
+            return f"its weight is that of {owner.name!r}"
+        if owner is not None:  # an embedding that is tied to a matrix: the matrix has the curvature
+            del self.layers[owner]
+            self.reasons[f"{owner.name}.{owner.weight_name}"] = "tied"
+        self._owners[layer.key] = layer
+        self.layers[layer] = []
+        return None
+
+    def _note_other_role(self, name: str, parameter: nn.Parameter) -> None:
         """Say that a weight is used elsewhere in a way whose curvature is not observed."""
-        if parameter in owners:
-            self.notes[owners[parameter].name] = f"also used as {name}, which is not observed"
+        for owner in self.layers:
+            if owner.weight is parameter:
+                self.notes[owner.name] = f"also used as {name}, which is not observed"
 
-    def _layer_or_reason(self, name: str, module: nn.Module) -> Layer | str:
+    def _layers_or_reason(self, name: str, module: nn.Module) -> list[Layer] | str:
         if self.include and not matches(name, module, self.include):
             return "not in include"
         if matches(name, module, self.exclude):
             return "in exclude"
-        return find_layer(name, module)
+        return find_layers(name, module)

@@ -100,7 +100,7 @@ class Pending:
         """Whether the output side has observed anything."""
         return bool(self.finite or self.held_outputs)
 
-    def add_input(self, contributions: Mapping[str, Tensor], rows: int) -> None:
+    def add_input(self, contributions: Mapping[str, Tensor], rows: int | Tensor) -> None:
         """Add one call's input side; a non-finite one is dropped and counted."""
         if not contributions:
             return

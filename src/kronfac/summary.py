@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,7 @@ def describe(
         rows = [_layer_row(state) for state in states]
         lines += _table(["layer", "type", "d_out x d_in", "method", "memory"], rows)
     total = sum(state.held_bytes for state in states)
-    weights = sum(p.numel() for state in states for p in state.layer.parameters)
+    weights = sum(math.prod(state.layer.matrix_shape) for state in states)
     peak = sum(state.block.cost.statistics_bytes for state in states)
     lines += [
         f"{len(states)} layers, {weights:,} parameters preconditioned.",
@@ -36,6 +37,8 @@ def describe(
 def _layer_row(state: LayerState) -> list[str]:
     *batch, d_out, d_in = state.layer.matrix_shape
     size = f"{d_out} x {d_in}" + (f" ({batch[0]} groups)" if batch else "")
+    if state.layer.unit_wise:
+        size = f"{batch[0]} x {d_in}"
     kind = _shorten(state.layer.kind, 12)
     return [state.name or "(model)", kind, size, state.block.label, _bytes(state.held_bytes)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.layers import Layer, find_layer
+from kronfac.layers import Layer, find_layers
 from tests import oracles
 from tests.feature_order import in_library_order
 from tests.layers.cases import CASES, Case, normal
@@ -23,8 +23,7 @@ def _seed() -> None:
 def with_gradient(case: Case) -> Layer:
     outputs = case.module(case.x)
     outputs.backward(normal(*outputs.shape))
-    found = find_layer("layer", case.module)
-    assert isinstance(found, Layer), found
+    (found,) = find_layers("layer", case.module)
     return found
 
 
@@ -94,8 +93,7 @@ def test_a_bias_without_gradient_is_a_column_of_zeros() -> None:
     ],
 )
 def test_the_matrix_is_at_least_single_precision(dtype: torch.dtype, factor: torch.dtype) -> None:
-    layer = find_layer("layer", nn.Linear(4, 3, dtype=dtype))
-    assert isinstance(layer, Layer)
+    (layer,) = find_layers("layer", nn.Linear(4, 3, dtype=dtype))
     layer.weight.grad, layer.bias.grad = torch.ones_like(layer.weight), torch.ones_like(layer.bias)
     assert layer.gradient().dtype == layer.factor_dtype == factor
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kronfac.layers import Layer, find_layer
+from kronfac.layers import Layer, find_layers
 from kronfac.layers.rows import DenseRows, Rows
 from tests import oracles
 from tests.feature_order import in_library_order
@@ -26,8 +26,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def layer_of(case: Case) -> Layer:
-    found = find_layer("layer", case.module)
-    assert isinstance(found, Layer), found
+    (found,) = find_layers("layer", case.module)
     return found
 
 

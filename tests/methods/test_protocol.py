@@ -285,7 +285,7 @@ def test_rank_one_vectors_are_averages_over_steps() -> None:
     for batch in batches:
         step_gradients(optimizer, batch)
     (a1, g1), (a2, g2) = (rows_of(model, model[0], batch) for batch in batches)
-    running = optimizer._preconditioner.layers[model[0].weight].running
+    running = optimizer._preconditioner.layers[model[0].weight, ""].running
     expected_a = (0.5 * a1.sum((0, 1)) + a2.sum((0, 1))) / (0.5 * 5 + 3)
     expected_b = (0.5 * 5 * g1.sum((0, 1)) + 3 * g2.sum((0, 1))) / (0.5 * 5 + 3)
     assert_equal(running["a"].mean(), expected_a)
@@ -301,7 +301,7 @@ def test_rank_one_vector_of_several_draws_is_their_mean() -> None:
         optimizer.observe(outputs, "categorical", samples=samples, generator=generator)
         sample_losses(outputs).mean().backward()
         optimizer.step()
-        return optimizer._preconditioner.layers[model[0].weight].running["b"].mean()
+        return optimizer._preconditioner.layers[model[0].weight, ""].running["b"].mean()
 
     together = mean_vector(4, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(1)
@@ -343,7 +343,7 @@ def test_gathered_rows_are_the_newest_ones() -> None:
     optimizer = SampleSpace(model, SGD(model.parameters(), lr=0.0), decay=0.9)
     step_gradients(optimizer, normal(7, 4))
     step_gradients(optimizer, x)
-    gathered = optimizer._preconditioner.layers[model[0].weight].running["a"].mean()
+    gathered = optimizer._preconditioner.layers[model[0].weight, ""].running["a"].mean()
     assert_equal(gathered, rows_of(model, model[0], x)[0].squeeze(1))
 
 
@@ -352,7 +352,7 @@ def test_gathered_rows_of_shared_positions_are_means_and_sums() -> None:
     optimizer = SampleSpace(model, SGD(model.parameters(), lr=0.0))
     a, g = rows_of(model, model[0], x)
     step_gradients(optimizer, x)
-    running = optimizer._preconditioner.layers[model[0].weight].running
+    running = optimizer._preconditioner.layers[model[0].weight, ""].running
     assert_equal(running["a"].mean(), a.mean(-2))
     assert_equal(running["g"].mean(), len(x) * g.sum(-2))
 
@@ -431,7 +431,7 @@ def test_a_solution_stays_until_the_next_refresh(toy: Callable[..., Toy]) -> Non
     model, x = make_model("linear")
     optimizer = toy(model, SGD(model.parameters(), lr=0.0))
     optimizer.refresh_every = 2
-    state = optimizer._preconditioner.layers[model[0].weight]
+    state = optimizer._preconditioner.layers[model[0].weight, ""]
     solutions = []
     for batch in (x, x + 1, 2 * x):
         step_gradients(optimizer, batch)

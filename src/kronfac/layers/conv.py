@@ -35,7 +35,7 @@ class ConvLayer(Layer):
         )
         return PatchRows(x, window, ones=self.bias_trains)
 
-    def outputs(self, grad: Tensor) -> Rows:
+    def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """See :meth:`Layer.outputs`."""
         return MapRows(self._batched(grad), self.module.groups)
 

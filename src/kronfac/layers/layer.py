@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,23 +11,55 @@ from torch import Tensor, nn
 
 from kronfac.layers.rows import Rows
 
+#: One product inside a module's forward: which of its layers, the inputs, and the output.
+Call = tuple[str, tuple[Any, ...], Tensor]
+
 
 class Layer(ABC):
-    """A module whose weight gradient is ``Σ g aᵀ`` over rows.
+    """A weight, perhaps with a bias, whose gradient is ``Σ g aᵀ`` over rows.
 
     Subclasses describe one module type. The gradient matrix is ``V: [*b, d_out, d_in]``, weight
     first and the bias, when it trains, as the last column.
+
+    Args:
+        name: the layer's full name.
+        module: the module whose calls are observed.
+        weight_name: attribute of the module that holds the weight.
+        bias_name: attribute that holds the bias.
+        part: which of the module's layers this is, when it has several.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    #: Whether the weight scales channels one by one (norms) instead of multiplying vectors.
+    unit_wise = False
+    #: Whether rows pick a column of the weight (embeddings), so that ``A`` is diagonal.
+    picks_columns = False
+    #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward.
+    keeps_inputs = False
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        weight_name: str = "weight",
+        bias_name: str = "bias",
+        part: str = "",
+    ) -> None:
         self.name = name
         self.module = module
-        weight, bias = module.weight, module.bias
+        self.part = part
+        self.weight_name = weight_name
+        weight, bias = getattr(module, weight_name), getattr(module, bias_name, None)
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias
         self.bias_trains = self._bias_trains()
+
+    @property
+    def key(self) -> tuple[nn.Parameter, str]:
+        """What identifies the layer: its weight, and the part of it."""
+        return self.weight, self.part
 
     @property
     def kind(self) -> str:
@@ -62,6 +95,32 @@ class Layer(ABC):
         """Take the matrix shape anew."""
         self.bias_trains = self._bias_trains()
 
+    # --- calls ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def split(
+        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> tuple[list[Call], Any]:
+        """The products inside one call of the module, and what replaces its output, if anything."""
+        return [("", args if args else tuple(kwargs.values()), output)], None
+
+    def uses(self, module: nn.Module) -> bool:
+        """Whether a module computes with this weight now (not ``torch.func.functional_call``)."""
+        return getattr(module, self.weight_name) is self.weight
+
+    @abstractmethod
+    def inputs(self, args: tuple[Any, ...]) -> Rows | None:
+        """Rows of a call's inputs, in factor precision; ``None`` if that side shows nothing."""
+
+    @abstractmethod
+    def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
+        """Rows of the gradient with respect to a call's output, in factor precision.
+
+        ``args`` are the call's inputs, or empty unless :attr:`keeps_inputs`.
+        """
+
+    # --- the gradient matrix --------------------------------------------------------------------
+
     def gradient(self) -> Tensor:
         """Return the gradient matrix ``V`` in factor precision; it may be a view: do not write to it."""
         grad = self.weight.grad
@@ -71,7 +130,7 @@ class Layer(ABC):
         if bias is None or not self.bias_trains:
             return matrix
         column = bias.grad if bias.grad is not None else torch.zeros_like(bias)
-        column = column.detach().reshape(*matrix.shape[:-1], 1)
+        column = self._own_bias(column.detach()).reshape(*matrix.shape[:-1], 1)
         return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
 
     def write(self, matrix: Tensor) -> None:
@@ -81,17 +140,14 @@ class Layer(ABC):
         with torch.no_grad():
             if bias is not None and self.bias_trains:
                 if bias.grad is not None:
-                    bias.grad.copy_(matrix[..., -1].reshape(bias.shape))
+                    target = self._own_bias(bias.grad)
+                    target.copy_(matrix[..., -1].reshape(target.shape))
                 matrix = matrix[..., :-1]
             self._write_weight(grad, matrix)
 
-    @abstractmethod
-    def inputs(self, args: tuple[Any, ...]) -> Rows:
-        """Rows of the module's positional inputs, in factor precision."""
-
-    @abstractmethod
-    def outputs(self, grad: Tensor) -> Rows:
-        """Rows of the gradient with respect to the module's output, in factor precision."""
+    def _own_bias(self, bias: Tensor) -> Tensor:
+        """The part of a bias-shaped tensor that belongs to this layer, as a view."""
+        return bias
 
     @abstractmethod
     def _weight_shape(self) -> tuple[int, ...]:

@@ -1,30 +1,29 @@
-"""nn.Linear on inputs of any rank: ``[N, *shared, d]``."""
+"""Linear layers on inputs of any rank, ``[N, *shared, d]``."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kronfac.layers.layer import Layer
 from kronfac.layers.rows import DenseRows, Rows
 
 
 class LinearLayer(Layer):
-    """The weight is ``[d_out, d_in]`` and already the matrix."""
-
-    module: nn.Linear
+    """``y = x Wᵀ + b``: the weight is ``[d_out, d_in]`` and already the matrix."""
 
     def inputs(self, args: tuple[Any, ...]) -> Rows:
         """See :meth:`Layer.inputs`."""
-        return DenseRows(self._rows(args[0]), ones=self.bias_trains)
+        return DenseRows(self.rows(args[0]), ones=self.bias_trains)
 
-    def outputs(self, grad: Tensor) -> Rows:
+    def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """See :meth:`Layer.outputs`."""
-        return DenseRows(self._rows(grad))
+        return DenseRows(self.rows(grad))
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor) -> Tensor:
+        """``[N, *shared, d] -> [N, S, d]``; a lone vector is one sample."""
         x = x.detach().to(self.factor_dtype)
         samples = x.shape[0] if x.dim() > 1 else 1
         return x.reshape(samples, math.prod(x.shape[1:-1]), x.shape[-1])
@@ -37,3 +36,17 @@ class LinearLayer(Layer):
 
     def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
         grad.copy_(matrix)
+
+
+class TransposedLinearLayer(LinearLayer):
+    """``y = x W + b``: the weight is ``[d_in, d_out]``, as in the ``Conv1D`` of GPT-2."""
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        d_in, d_out = self.weight.shape
+        return d_out, d_in
+
+    def _to_matrix(self, grad: Tensor) -> Tensor:
+        return grad.T
+
+    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
+        grad.copy_(matrix.T)

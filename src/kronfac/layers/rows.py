@@ -31,8 +31,12 @@ class Rows(ABC):
     ones = False
 
     @property
-    def count(self) -> int:
-        """Number of rows, ``N·S``."""
+    def count(self) -> int | Tensor:
+        """Number of rows: ``N·S``, or fewer where some of them are masked."""
+        return self._size
+
+    @property
+    def _size(self) -> int:
         return self.samples * self.positions
 
     @abstractmethod
@@ -74,15 +78,15 @@ class DenseRows(Rows):
         """See :meth:`Rows.covariance`."""
         flat = self.rows.flatten(-3, -2)
         product = gram(flat)
-        return bordered(product, flat.sum(-2), self.count) if self.ones else product
+        return bordered(product, flat.sum(-2), self._size) if self.ones else product
 
     def squares(self) -> Tensor:
         """See :meth:`Rows.squares`."""
-        return self._extend(self.rows.square().sum((-3, -2)), self.count)
+        return self._extend(self.rows.square().sum((-3, -2)), self._size)
 
     def total(self) -> Tensor:
         """See :meth:`Rows.total`."""
-        return self._extend(self.rows.sum((-3, -2)), self.count)
+        return self._extend(self.rows.sum((-3, -2)), self._size)
 
     def summed(self) -> Tensor:
         """See :meth:`Rows.summed`."""
@@ -110,15 +114,15 @@ class PatchRows(Rows):
         product = patch_covariance(self.x, self.window)
         if not self.ones:
             return product
-        return bordered(product, patch_total(self.x, self.window), self.count)
+        return bordered(product, patch_total(self.x, self.window), self._size)
 
     def squares(self) -> Tensor:
         """See :meth:`Rows.squares`."""
-        return self._extend(patch_squares(self.x, self.window), self.count)
+        return self._extend(patch_squares(self.x, self.window), self._size)
 
     def total(self) -> Tensor:
         """See :meth:`Rows.total`."""
-        return self._extend(patch_total(self.x, self.window), self.count)
+        return self._extend(patch_total(self.x, self.window), self._size)
 
     def summed(self) -> Tensor:
         """See :meth:`Rows.summed`."""
@@ -160,3 +164,51 @@ class MapRows(Rows):
         """See :meth:`Rows.dense`."""
         rows: Tensor = channel_rows(self.x, self.groups)
         return rows.reshape(*rows.shape[:-2], self.samples, self.positions, rows.shape[-1])
+
+
+class TokenRows(Rows):
+    """One-hot rows of token numbers ``[N, *shared]``: the input side of an embedding.
+
+    Their covariance is diagonal. Positions of ``padding`` do not count as rows.
+    """
+
+    def __init__(self, tokens: Tensor, width: int, padding: int | None, dtype: torch.dtype) -> None:
+        self.tokens = tokens.reshape(tokens.shape[0] if tokens.dim() > 1 else 1, -1)
+        self.width = width
+        self.padding = padding
+        self.dtype = dtype
+        self.samples, self.positions = self.tokens.shape
+
+    @property
+    def count(self) -> int | Tensor:
+        """See :attr:`Rows.count`."""
+        return self._size if self.padding is None else (self.tokens != self.padding).sum()
+
+    def covariance(self) -> Tensor:
+        """See :meth:`Rows.covariance`."""
+        return self.total().diag_embed()
+
+    def squares(self) -> Tensor:
+        """See :meth:`Rows.squares`."""
+        return self.total()
+
+    def total(self) -> Tensor:
+        """See :meth:`Rows.total`."""
+        return self._counts(self.tokens.reshape(1, -1))[0]
+
+    def summed(self) -> Tensor:
+        """See :meth:`Rows.summed`."""
+        return self._counts(self.tokens)
+
+    def dense(self) -> Tensor:
+        """See :meth:`Rows.dense`."""
+        each = self.tokens.reshape(-1, 1)
+        return self._counts(each).reshape(self.samples, self.positions, self.width)
+
+    def _counts(self, tokens: Tensor) -> Tensor:
+        """How often each token occurs in each line: ``[L, S] -> [L, width]``."""
+        weights = torch.ones(tokens.shape, dtype=self.dtype, device=tokens.device)
+        if self.padding is not None:
+            weights = weights.masked_fill(tokens == self.padding, 0)
+        counts = weights.new_zeros(tokens.shape[0], self.width)
+        return counts.scatter_add_(1, tokens, weights)

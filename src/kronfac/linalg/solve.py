@@ -32,6 +32,17 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     return None if solved is None else (solved[0], solved[1])
 
 
+def eigen_2x2(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for many 2 × 2 matrices, by one rotation each, without leaving the device."""
+    a, b, c = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
+    middle, half = (a + c) / 2, (a - c) / 2
+    radius = torch.hypot(half, b)
+    angle = torch.atan2(b, half) / 2
+    cos, sin = angle.cos(), angle.sin()
+    vectors = torch.stack([torch.stack([-sin, cos], -1), torch.stack([cos, sin], -1)], -2)
+    return vectors, torch.stack([middle - radius, middle + radius], -1).clamp_(min=0)
+
+
 def cholesky_inverse(matrix: Tensor) -> Tensor | None:
     """Inverse of positive definite matrices ``[*b, d, d]`` by Cholesky."""
 

@@ -103,6 +103,10 @@ class Block(ABC):
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         """Apply a solution to a gradient matrix ``[*b, d_out, d_in]``."""
 
+    def raw_columns(self, solution: Tensors) -> Tensor | None:
+        """Columns ``[d_in]`` of which nothing is known and whose gradient passes as it is, if any."""
+        return None
+
     @property
     @abstractmethod
     def cost(self) -> Cost:

@@ -2,6 +2,8 @@
 
 ``A`` is the second moment of the layer's input rows and ``G`` that of its output gradients. A side is
 kept *dense*, as its *diagonal* when it is wider than ``max_dim``, or not at all (the *identity*).
+The rows of an embedding are one-hot, so that its ``A`` is diagonal; tokens that the statistics have
+not seen pass their raw gradient, since ``1/γ`` would multiply it a thousandfold.
 
 Eigen form, with ``A = Q_A v_A Q_Aᵀ`` and ``G = Q_G v_G Q_Gᵀ``:
     ``P = Q_G [(Q_Gᵀ V Q_A) / (v_G v_Aᵀ + γ)] Q_Aᵀ``, which is ``(G ⊗ A + γI)⁻¹ vec(V)``.
@@ -45,12 +47,15 @@ class KFACBlock(Block):
         max_dim: int,
         output_factor: bool,
         per_sample: bool,
+        picks_columns: bool = False,
     ) -> None:
         *batch, d_out, d_in = shape
         self.shape = shape
         self.dtype = dtype
         self.holds_rows = per_sample
-        self.forms: dict[str, Form] = {"A": "dense" if d_in <= max_dim else "diagonal"}
+        self.picks_columns = picks_columns
+        dense_input = d_in <= max_dim and not picks_columns
+        self.forms: dict[str, Form] = {"A": "dense" if dense_input else "diagonal"}
         self.forms["G"] = "dense" if d_out <= max_dim else "diagonal"
         if not output_factor:
             self.forms["G"] = "identity"
@@ -120,6 +125,8 @@ class KFACBlock(Block):
             inverse: Tensor | None
             if self.forms[side] == "diagonal":
                 inverse = 1 / (mean + shift[..., None])
+                if side == "A" and self.picks_columns:
+                    inverse = inverse.masked_fill(mean == 0, 0)  # marks what was never seen
             else:
                 identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
                 damped = mean + identity * shift[..., None, None]
@@ -155,6 +162,17 @@ class KFACBlock(Block):
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         """See :meth:`Block.precondition`."""
+        result = self._apply(solution, gradient, damping)
+        raw = self.raw_columns(solution)
+        return result if raw is None else torch.where(raw, gradient, result)
+
+    def raw_columns(self, solution: Tensors) -> Tensor | None:
+        """See :meth:`Block.raw_columns`."""
+        if not self.picks_columns:
+            return None
+        return solution["A.values" if self.solver == "eigen" else "A.inverse"] == 0
+
+    def _apply(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         if self.solver != "eigen":
             inverse = solution["A.inverse"]
             right = (

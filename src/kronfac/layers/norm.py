@@ -1,0 +1,157 @@
+"""Normalisation layers: the gradients of a sample, channel by channel.
+
+A norm computes ``y = w·x̂ + b`` for each channel on its own, with ``x̂`` the normalised input. What is
+observed is each sample's gradient ``u = (Σ g·x̂, Σ g)`` over its positions, which needs both sides of the
+call at once. The matrix of a layer with ``C`` channels is ``[C, 1, 2]``, or ``[C, 1, 1]`` without a bias.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kronfac.layers.layer import Layer
+from kronfac.layers.rows import DenseRows, Rows
+
+
+class NormLayer(Layer):
+    """What all norms share."""
+
+    unit_wise = True
+    keeps_inputs = True
+
+    def inputs(self, args: tuple[Any, ...]) -> Rows | None:
+        """The input side alone shows nothing."""
+        return None
+
+    def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
+        """Gradients of single samples, as rows ``[C, N, 1, 2]``."""
+        x = args[0].detach().to(self.factor_dtype)
+        grad = grad.detach().to(self.factor_dtype)
+        columns = [self._per_sample(grad * self._normalised(x))]
+        if self.bias_trains:
+            columns.append(self._per_sample(grad))
+        return DenseRows(torch.stack(columns, dim=-1).transpose(0, 1).unsqueeze(-2))
+
+    @abstractmethod
+    def _normalised(self, x: Tensor) -> Tensor:
+        """``x̂``, shaped as the input."""
+
+    @abstractmethod
+    def _per_sample(self, values: Tensor) -> Tensor:
+        """Sum over positions: shaped as the input ``-> [N, C]``."""
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        return self.weight.numel(), 1, 1
+
+    def _to_matrix(self, grad: Tensor) -> Tensor:
+        return grad.reshape(-1, 1, 1)
+
+    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
+        grad.copy_(matrix.reshape(grad.shape))
+
+
+class ChannelNormLayer(NormLayer):
+    """Channels in dimension 1 and positions behind it: ``[N, C, *spatial]``."""
+
+    def _per_sample(self, values: Tensor) -> Tensor:
+        return values if values.dim() == 2 else values.flatten(2).sum(2)
+
+
+class BatchNormLayer(ChannelNormLayer):
+    """Normalised with the statistics of the whole batch, which are taken as given."""
+
+    module: nn.BatchNorm2d
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True, eps=self.module.eps)
+
+
+class GroupNormLayer(ChannelNormLayer):
+    """Normalised over groups of channels."""
+
+    module: nn.GroupNorm
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.module.num_groups, eps=self.module.eps)
+
+
+class InstanceNormLayer(ChannelNormLayer):
+    """Normalised over the positions of each channel; a lone ``[C, *spatial]`` is one sample."""
+
+    module: nn.InstanceNorm2d
+
+    def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
+        """See :meth:`NormLayer.outputs`."""
+        x = args[0]
+        if x.dim() == self._spatial_dims() + 1:
+            x, grad = x.unsqueeze(0), grad.unsqueeze(0)
+        return super().outputs(grad, (x,))
+
+    def _spatial_dims(self) -> int:
+        dims = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
+        return next(n for kind, n in dims.items() if isinstance(self.module, kind))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.instance_norm(x, eps=self.module.eps)
+
+
+class TrailingNormLayer(NormLayer):
+    """The weight covers the last dimensions: ``[N, *shared, *weight.shape]``."""
+
+    def _per_sample(self, values: Tensor) -> Tensor:
+        shared = values.shape[: values.dim() - self.weight.dim()]
+        samples = shared[0] if shared else 1
+        return values.reshape(samples, math.prod(shared[1:]), -1).sum(1)
+
+
+class LayerNormLayer(TrailingNormLayer):
+    """Normalised over the last dimensions, with their mean removed."""
+
+    module: nn.LayerNorm
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+
+class RMSNormLayer(TrailingNormLayer):
+    """Divided by the root of the mean square over the last dimensions."""
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
+
+
+def epsilon_of(module: nn.Module) -> float | None:
+    """The number that a norm adds to its variance, under the names in use."""
+    value = getattr(module, "eps", None)
+    return getattr(module, "variance_epsilon", None) if value is None else value
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a foreign module behaves as a root-mean-square norm; found out by trying it.
+
+    Such modules are defined anew in many code bases (Llama's, T5's, with ``w`` or ``1 + w``).
+    """
+    own = dict(module.named_parameters())
+    weight = own.get("weight")
+    if "Norm" not in type(module).__name__ or len(own) != 1 or weight is None:
+        return False
+    if weight.dim() != 1 or epsilon_of(module) is None or weight.device.type == "meta":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    try:
+        with torch.no_grad():
+            found = type(module).forward(module, x)
+    except Exception:  # not a norm after all
+        return False
+    if not isinstance(found, Tensor) or found.shape != x.shape:
+        return False
+    expected = F.rms_norm(x, tuple(weight.shape), eps=epsilon_of(module))
+    scales = (weight.detach(), 1 + weight.detach())
+    return any(torch.allclose(found, expected * scale, rtol=0.05, atol=1e-3) for scale in scales)

@@ -1,0 +1,130 @@
+"""Which module type is which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from kronfac.layers import norm
+from kronfac.layers.attention import projections
+from kronfac.layers.conv import ConvLayer
+from kronfac.layers.embedding import EmbeddingLayer
+from kronfac.layers.layer import Layer
+from kronfac.layers.linear import LinearLayer, TransposedLinearLayer
+
+LayerType = TypeVar("LayerType", bound=type[Layer])
+
+_LAYERS: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: LinearLayer,
+    nn.Conv1d: ConvLayer,
+    nn.Conv2d: ConvLayer,
+    nn.Conv3d: ConvLayer,
+    nn.Embedding: EmbeddingLayer,
+    nn.BatchNorm1d: norm.BatchNormLayer,
+    nn.BatchNorm2d: norm.BatchNormLayer,
+    nn.BatchNorm3d: norm.BatchNormLayer,
+    nn.InstanceNorm1d: norm.InstanceNormLayer,
+    nn.InstanceNorm2d: norm.InstanceNormLayer,
+    nn.InstanceNorm3d: norm.InstanceNormLayer,
+    nn.GroupNorm: norm.GroupNormLayer,
+    nn.LayerNorm: norm.LayerNormLayer,
+    nn.RMSNorm: norm.RMSNormLayer,
+}
+_REGISTERED: dict[type[nn.Module], type[Layer]] = {}
+
+_NO_LAYER: Mapping[type[nn.Module], str] = {
+    nn.RNNBase: "{} computes all time steps in one kernel, where nothing can be observed",
+    nn.RNNCellBase: "{} has two products in one kernel, where nothing can be observed",
+    nn.EmbeddingBag: "{} sums its rows before they can be observed",
+    nn.modules.conv._ConvTransposeNd: "{} is no layer type that is supported yet",
+    nn.SyncBatchNorm: "{} normalises with what other ranks see",
+}
+
+
+def register_layer(
+    module_type: type[nn.Module], layer_type: type[Layer] | None = None
+) -> Callable[[LayerType], LayerType]:
+    """Say how modules of a type of yours are preconditioned: by which subclass of ``Layer``.
+
+    Use it as a decorator of the layer class, or call it with both classes. It applies to this type
+    alone and not to its subclasses, which may compute something else, and to optimizers that are built
+    afterwards.
+    """
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        raise TypeError(f"module_type={module_type!r} must be a subclass of torch.nn.Module.")
+
+    def register(found: LayerType) -> LayerType:
+        if not isinstance(found, type) or not issubclass(found, Layer):
+            raise TypeError(f"layer_type={found!r} must be a subclass of kronfac.layers.Layer.")
+        _REGISTERED[module_type] = found
+        return found
+
+    if layer_type is not None:
+        register(layer_type)
+    return register
+
+
+def find_layers(name: str, module: nn.Module) -> list[Layer] | str:
+    """Return the layers of a module, or the reason why it has none, as half a sentence."""
+    if type(module) in _REGISTERED:
+        return _general_obstacle(module) or [_REGISTERED[type(module)](name, module)]
+    if isinstance(module, nn.MultiheadAttention):
+        reason = _general_obstacle(module) or _overridden(module, nn.MultiheadAttention)
+        return reason or projections(name, module)
+    for kind in type(module).__mro__:
+        if kind in _LAYERS:
+            reason = _obstacle(module, kind)
+            return reason if reason is not None else [_LAYERS[kind](name, module)]
+    if _is_transposed_linear(module):
+        return [TransposedLinearLayer(name, module)]
+    if norm.is_rms_norm(module):
+        return [norm.RMSNormLayer(name, module)]
+    for kind, reason in _NO_LAYER.items():
+        if isinstance(module, kind):
+            return reason.format(type(module).__name__)
+    return f"{type(module).__name__} is no layer type that is known; see kronfac.register_layer"
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is the ``Conv1D`` of GPT-2: a linear layer with its weight transposed."""
+    weight, width = getattr(module, "weight", None), getattr(module, "nf", None)
+    if type(module).__name__ != "Conv1D" or not isinstance(weight, nn.Parameter):
+        return False
+    return weight.dim() == 2 and weight.shape[1] == width
+
+
+def _general_obstacle(module: nn.Module) -> str | None:
+    """What keeps a module of any type from being preconditioned."""
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized"
+    own = [p for p in module._parameters.values() if p is not None]
+    if any(isinstance(parameter, UninitializedParameter) for parameter in own):
+        return "it is lazy and not initialised yet: run one forward pass first"
+    if any(parameter.is_complex() for parameter in own):
+        return "its weight is complex"
+    return None
+
+
+def _obstacle(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Say why a module of a supported type cannot be preconditioned all the same."""
+    reason = _general_obstacle(module) or _overridden(module, kind)
+    if reason is not None:
+        return reason
+    if module._parameters.get("weight") is None:
+        return "its weight is computed (weight norm or similar)"
+    if isinstance(module, nn.Embedding) and module.sparse:
+        return "its gradients are sparse"
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        return "scale_grad_by_freq makes its gradient something else than a sum over rows"
+    return None
+
+
+def _overridden(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    for method in ("forward", "_conv_forward"):
+        if getattr(type(module), method, None) is not getattr(kind, method, None):
+            return f"it overrides {kind.__name__}.{method}"
+    return None
