@@ -266,13 +266,26 @@ def test_after_detach_the_compiled_model_goes_on() -> None:
     assert_close(gradients(model), before)
 
 
-@pytest.mark.parametrize("way", ["given-compiled", "in-place", "compiled-apart"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, at every such hook
+def test_in_place_compilation_notices_late_hooks() -> None:
+    results = []
+    for compiled in (False, True):
+        model = mlp()
+        if compiled:
+            model.compile(backend="aot_eager")
+        one_loss(model, None)
+        model.zero_grad()
+        optimizer = frozen_kfac(model)
+        one_loss(model, optimizer)
+        optimizer.step()
+        results.append(gradients(model))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("way", ["given-compiled", "compiled-apart"])
 def test_hooks_that_come_too_late_raise_by_name(way: str) -> None:
     model = mlp()
     run: Any = torch.compile(model, backend="aot_eager")
-    if way == "in-place":
-        model.compile(backend="aot_eager")
-        run = model
     one_loss(run, None)
     model.zero_grad()
     optimizer = kfac(run if way == "given-compiled" else model)

@@ -12,6 +12,7 @@ Whether anything is observed is one boolean, so that there are two graphs: with 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,12 @@ class Calls:
     def weights(self) -> list[nn.Parameter]:
         """The weights of the products."""
         return list(dict.fromkeys(state.layer.weight for state, _ in self.products.values()))
+
+
+def anything_compiled() -> bool:
+    """Whether a graph has been compiled in this process; a model does not show it by itself."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def register(capture: Capture) -> int:
@@ -219,8 +226,10 @@ class TracedModel:
             return
         capture = self.capture
         ticket = torch.ops.kronfac.close(first.detach(), capture)
+        if not self.counts_terms or not torch.is_grad_enabled():
+            return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
-        if self.counts_terms and scores is not None and torch.is_grad_enabled():
+        if scores is not None:
             scores.register_hook(lambda grad: torch.ops.kronfac.count_terms(grad, ticket, capture))
 
 
@@ -228,11 +237,15 @@ class TracedModel:
 # to run it before the loss does, so such buffers are kept while this graph is made, and only then.
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _forbid_donation() -> None:
     if not _donated_before:
         _donated_before.append(functorch_config.donated_buffer)
         functorch_config.donated_buffer = False
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler: the function is
+# called while a graph is traced, and leaves no trace in it.
+_forbid_donation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _restore_donation() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kronfac import checkpoint
 from kronfac.capture import Capture
+from kronfac.compiled import anything_compiled
 from kronfac.config import Options, Schedules
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers.attention import output_projections
@@ -187,6 +188,13 @@ class Preconditioner:
             raise RuntimeError(
                 f"fisher={self.options.fisher!r} has observed nothing: call "
                 "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
+            )
+        if missing and len(missing) == len(sources) and anything_compiled():
+            listed = ", ".join(repr(state.name) for state in missing)
+            raise RuntimeError(
+                f"nothing was captured for {listed}: a compiled model does not notice hooks that are "
+                "added later. Build the optimizer before the first compiled call, or call "
+                "torch.compiler.reset() after it is built."
             )
         if self.options.on_missing == "ignore":
             return
