@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import layer_oracles, oracles
+from tests import attention_oracle, layer_oracles, oracles
 from tests.layers.kinds import (
     ATTENTIONS,
     NORMS,
@@ -164,16 +164,16 @@ def test_exact_blocks_of_a_norm_layer_are_those_of_the_dense_ggn() -> None:
 def test_attention_from_the_definition(name: str) -> None:
     kind = attending(name)
     loss = loss_on(kind.data())
-    reference = layer_oracles.replaced(kind.model, "attention", layer_oracles.ReferenceAttention)
+    reference = layer_oracles.replaced(kind.model, "attention", attention_oracle.ReferenceAttention)
     inputs = kind.data()[:-1]
     assert_close(
         [t for t in reference.middle(*inputs) if t is not None],
         [t for t in kind.model.middle(*inputs) if t is not None],
     )
     expected = gradients_of(kind.model, loss)
-    matrices = layer_oracles.attention_gradients(kind.model.attention)
+    matrices = attention_oracle.attention_gradients(kind.model.attention)
     found = gradients_of(reference, loss)
-    for projection in layer_oracles.PROJECTIONS:
+    for projection in attention_oracle.PROJECTIONS:
         V = oracles.matrix_gradient(reference.attention.get_submodule(projection))
         assert_close(matrices[projection], V)
     for rest in ("head.weight", "attention.bias_k", "attention.bias_v"):
@@ -185,8 +185,8 @@ def test_attention_from_the_definition(name: str) -> None:
 def test_rows_of_projections_give_their_gradients(name: str) -> None:
     kind = attending(name)
     loss = loss_on(kind.data())
-    reference = layer_oracles.replaced(kind.model, "attention", layer_oracles.ReferenceAttention)
-    for projection in layer_oracles.PROJECTIONS:
+    reference = layer_oracles.replaced(kind.model, "attention", attention_oracle.ReferenceAttention)
+    for projection in attention_oracle.PROJECTIONS:
         named = f"attention.{projection}"
         summed = sum(
             oracles.gradient_from_rows(*oracles.layer_rows(*call))
@@ -200,7 +200,7 @@ def test_rows_of_projections_give_their_gradients(name: str) -> None:
 def test_separate_weights_are_the_same_attention(bias: bool, batch_first: bool) -> None:
     kind = attending("self", bias=bias, batch_first=batch_first)
     loss = loss_on(kind.data())
-    other = layer_oracles.replaced(kind.model, "attention", layer_oracles.with_separate_weights)
+    other = layer_oracles.replaced(kind.model, "attention", attention_oracle.with_separate_weights)
     assert other.attention.in_proj_weight is None
     assert_close(loss(other), loss(kind.model))
     packed, separate = gradients_of(kind.model, loss), gradients_of(other, loss)

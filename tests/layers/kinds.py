@@ -113,7 +113,8 @@ class Embedded(Checkpoints):
         self.uses = uses
 
     def forward(self, tokens: Tensor) -> Tensor:
-        z = self.run(self.middle, torch.ones(1, requires_grad=True), tokens)
+        one = torch.ones((), requires_grad=True)  # reentrant checkpoints need a gradient to come
+        z = self.run(self.middle, one, tokens)
         return self.head(z.tanh().mean(1))
 
     def middle(self, one: Tensor, tokens: Tensor) -> Tensor:
@@ -314,6 +315,21 @@ def attending(name: str = "self", **changes: Any) -> Kind:
         if "bias" in parameter_name:
             nn.init.uniform_(parameter, -0.5, 0.5)
     return Kind(Attending(attention, **call), shapes)
+
+
+class Tagger(nn.Module):
+    """A loss term per token: embedding, attention, norm and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        z = self.embedding(tokens)
+        return self.head(self.norm(z + self.attention(z, z, z)[0]).tanh())
 
 
 # --- transposed linear layers ----------------------------------------------------------------
