@@ -6,7 +6,6 @@ dtype.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-import kronfac
-from tests.training import CLASSES, gradients
+from tests.training import CLASSES
 
 N, GAMMA = 6, 0.05
 VOCABULARY, WIDTH, LENGTH, HEADS = 9, 4, 3, 2
@@ -51,40 +48,6 @@ def loss_on(data: Data, over: float = 1.0) -> Loss:
 
 def parts_of(data: Data, count: int) -> list[Data]:
     return list(zip(*(tensor.chunk(count) for tensor in data), strict=True))
-
-
-def stepped(
-    model: nn.Module, optimizer: Optimizer, *losses: Loss
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """One step on the sum of the losses; gradients before and after preconditioning."""
-    optimizer.zero_grad()
-    for loss in losses:
-        loss(model).backward()
-    before = gradients(model)
-    optimizer.step()
-    return before, gradients(model)
-
-
-def left_out(optimizer: kronfac.KFAC) -> dict[str, str]:
-    """The reason of every parameter that the summary lists as not preconditioned."""
-    reasons: dict[str, str] = {}
-    reason = ""
-    for line in optimizer.summary().partition("Not preconditioned")[2].splitlines()[1:]:
-        if line.startswith("    "):
-            reasons |= dict.fromkeys(line.split(), reason)
-        else:
-            reason = line.strip().removesuffix(":")
-    return reasons
-
-
-def statistics(optimizer: kronfac.KFAC) -> dict[str, Tensor]:
-    """Every tensor that the optimizer saves for itself, by parameter number and key."""
-    return {
-        f"{number}.{key}": value
-        for number, state in optimizer.state_dict()["state"].items()
-        for key, value in state.items()
-        if re.match(r"kronfac\.", key) and isinstance(value, Tensor)
-    }
 
 
 class Checkpoints(nn.Module):
