@@ -15,6 +15,7 @@ from tests.training import CLASSES, assert_close, assert_same
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 SOLVERS = ["eigen", "cholesky"]
+NAMES = ("norm.weight", "norm.bias")
 
 
 def fisher(kind: Kind, loss: Loss, divisor: float | None = N, samples: int = N) -> Tensor:
@@ -24,7 +25,7 @@ def fisher(kind: Kind, loss: Loss, divisor: float | None = N, samples: int = N) 
 
 def channels(values: dict[str, Tensor]) -> Tensor:
     """Weight and bias of the norm layer side by side: `[C, 1 or 2]`."""
-    names = [name for name in ("norm.weight", "norm.bias") if name in values]
+    names = [name for name in NAMES if name in values]
     return torch.stack([values[name].flatten() for name in names], dim=-1)
 
 
@@ -149,9 +150,6 @@ def test_sampled_labels_approach_the_exact_fisher() -> None:
     assert float((channels(gradient) - expected).norm()) > 0.5 * float(expected.norm())
 
 
-NAMES = ("norm.weight", "norm.bias")
-
-
 # --- averages over time ----------------------------------------------------------------------
 
 
@@ -235,10 +233,8 @@ def test_graft_keeps_the_norm_of_the_layer() -> None:
 
 def llama_style(norm: nn.Module) -> Kind:
     torch.manual_seed(0)
-    model = nn.Module.__new__(FlatNormed)
-    FlatNormed.__init__(model, norm)
     nn.init.uniform_(norm.weight, 0.5, 1.5)  # type: ignore[arg-type]
-    return Kind(model, ((3, 4),))
+    return Kind(FlatNormed(norm), ((3, 4),))
 
 
 def test_root_mean_square_norm_of_llama() -> None:
