@@ -265,6 +265,16 @@ ATTENTIONS: dict[str, Callable[[], tuple[dict[str, Any], Any, dict[str, Any]]]] 
     ),
     "unbatched": lambda: ({}, SELF, {"lone": True}),
     "unbatched-cross": lambda: ({"batch_first": False}, CROSS, {"lone": True}),
+    "unbatched-padding": lambda: (
+        {},
+        SELF,
+        {"lone": True, "key_padding_mask": padding()[0]},
+    ),
+    "unbatched-mask-3d": lambda: (
+        {},
+        SELF,
+        {"lone": True, "attn_mask": numbers(HEADS, LENGTH, LENGTH)},
+    ),
     "twice": lambda: ({}, SELF, {"uses": 2}),
 }
 

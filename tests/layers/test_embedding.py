@@ -56,6 +56,29 @@ def test_other_divisors(average: float | None) -> None:
     assert_close(after[NAME], layer_oracles.embedding_step(A, G, before[NAME].T, GAMMA).T)
 
 
+def test_one_token_per_sample() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, CLASSES))
+    tokens, labels = embedded().data()
+    loss = loss_on((tokens[:, 0], labels))
+    A, G, _ = layer_oracles.embedding_factors(model, "0", loss, N)
+    before, after = stepped(model, watched(model), loss)
+    expected = layer_oracles.embedding_step(A, G, before["0.weight"].T, GAMMA)
+    assert_close(after["0.weight"], expected.T)
+
+
+def test_a_batch_of_nothing_but_padding() -> None:
+    kind = embedded(padding_idx=2)
+    tokens, labels = kind.data()
+    optimizer = watched(kind.model)
+    _, after = stepped(kind.model, optimizer, loss_on((torch.full_like(tokens, 2), labels)))
+    assert not after[NAME].any()
+    loss = loss_on((tokens, labels))
+    A, G, _ = factors(kind, loss)
+    before, after = stepped(kind.model, optimizer, loss)
+    assert_close(after[NAME], layer_oracles.embedding_step(A, G, before[NAME].T, GAMMA).T)
+
+
 def test_reduce_is_not_available() -> None:
     kind = embedded(uses=2)
     loss = loss_on(kind.data())
@@ -200,6 +223,30 @@ def test_bags_are_left_out() -> None:
     before, after = stepped(model, optimizer, loss_on(embedded().data()))
     assert "EmbeddingBag" in left_out(optimizer)["0.weight"]
     assert_same(after["0.weight"], before["0.weight"])
+
+
+class Scaled(nn.Embedding):
+    """As in several language models: what it returns is not a row of its weight."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return 3 * super().forward(tokens)
+
+
+class Shifted(nn.Embedding):
+    """As in several language models: positions start at two."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward((tokens + 2) % VOCABULARY)
+
+
+@pytest.mark.parametrize("make", [Scaled, Shifted])
+def test_a_subclass_with_its_own_forward_is_left_out(make: Any) -> None:
+    kind = embedded()
+    kind.model.embedding = make(VOCABULARY, WIDTH)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert left_out(optimizer)[NAME]
+    assert_same(after[NAME], before[NAME])
 
 
 def test_a_frozen_embedding_is_left_out() -> None:

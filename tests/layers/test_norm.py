@@ -216,6 +216,40 @@ def test_a_batch_norm_in_evaluation_mode_passes_its_gradient() -> None:
     assert_same(channels(after), channels(before))
 
 
+class ChannelsFirst(nn.LayerNorm):
+    """As in several vision models: channels are moved to the end and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_a_subclass_with_its_own_forward_is_left_out() -> None:
+    kind = normed("group")
+    kind.model.norm = ChannelsFirst(4)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert_same(channels(after), channels(before))
+    assert set(left_out(optimizer)) == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LayerNorm(4, elementwise_affine=False),
+        lambda: nn.RMSNorm(4, elementwise_affine=False),
+        lambda: nn.BatchNorm1d(4, affine=False),
+        lambda: nn.GroupNorm(2, 4, affine=False),
+    ],
+    ids=["layer", "rms", "batch", "group"],
+)
+def test_norm_layers_without_parameters_are_not_in_the_way(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, CLASSES))
+    optimizer = watched(model)
+    before, after = stepped(model, optimizer, loss_on(Kind(model, ((4,),)).data()))
+    assert left_out(optimizer) == {}
+    assert not torch.allclose(after["0.weight"], before["0.weight"])
+
+
 # --- length of the step ----------------------------------------------------------------------
 
 
