@@ -1,0 +1,311 @@
+"""Norm layers: for each channel the 2x2 Fisher of its weight and bias, from gradients of samples."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import layer_oracles
+from tests.layers.kinds import GAMMA, MIXING, NORMS, PER_SAMPLE, Kind, Loss, N, loss_on, normed
+from tests.layers.watching import assert_roughly, left_out, observed, stepped, watched
+from tests.training import CLASSES, assert_close, assert_same
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+SOLVERS = ["eigen", "cholesky"]
+NAMES = ("norm.weight", "norm.bias")
+
+
+def fisher(kind: Kind, loss: Loss, divisor: float | None = N, samples: int = N) -> Tensor:
+    u = layer_oracles.norm_sample_gradients(kind.model, "norm", loss, samples)
+    return layer_oracles.norm_fisher(u, divisor)
+
+
+def channels(values: dict[str, Tensor]) -> Tensor:
+    """Weight and bias of the norm layer side by side: `[C, 1 or 2]`."""
+    names = [name for name in NAMES if name in values]
+    return torch.stack([values[name].flatten() for name in names], dim=-1)
+
+
+def assert_step(
+    values: tuple[dict[str, Tensor], dict[str, Tensor]], matrices: Tensor, gamma: float = GAMMA
+) -> None:
+    before, after = map(channels, values)
+    assert_close(after, layer_oracles.norm_step(matrices, before, gamma))
+    assert not torch.allclose(after, before)
+
+
+# --- one step --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("name", NORMS)
+def test_one_step(name: str, uses: int, solver: Any) -> None:
+    kind = normed(name, uses)
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss)
+    optimizer = watched(kind.model, solver=solver)
+    assert_step(stepped(kind.model, optimizer, loss), expected)
+    assert left_out(optimizer) == {}
+
+
+@pytest.mark.parametrize("name", ["batch2d", "layer-sequence"])
+@pytest.mark.parametrize("average", [None, 2.5])
+def test_other_divisors(name: str, average: float | None) -> None:
+    kind = normed(name)
+    x, labels = kind.data()
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(x), labels, reduction="sum") / (average or 1.0)
+
+    expected = fisher(kind, loss, average)
+    assert_step(stepped(kind.model, watched(kind.model, loss_average=average), loss), expected)
+
+
+@pytest.mark.parametrize("name", ["batch2d", "layer-sequence", "group"])
+def test_sharing_makes_no_difference(name: str) -> None:
+    kind = normed(name)
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss)
+    assert_step(stepped(kind.model, watched(kind.model, sharing="reduce"), loss), expected)
+
+
+@pytest.mark.parametrize("damping", [1e-8, 10.0])
+def test_damping(damping: float) -> None:
+    kind = normed("layer-sequence")
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss)
+    assert_step(stepped(kind.model, watched(kind.model, damping=damping), loss), expected, damping)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_running_statistics_are_those_of_one_forward(name: str) -> None:
+    kind, twin = normed(name), normed(name)
+    for number in range(2):
+        loss_on(twin.data(number))(twin.model)
+    optimizer = watched(kind.model)
+    for number in range(2):
+        stepped(kind.model, optimizer, loss_on(kind.data(number)))
+    assert_same(dict(kind.model.named_buffers()), dict(twin.model.named_buffers()))
+
+
+# --- rows that are not grouped by sample -----------------------------------------------------
+
+
+class FlatNormed(nn.Module):
+    """Positions of all samples in one dimension when the norm layer sees them."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.head(z.tanh().mean(1))
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.BatchNorm1d, nn.RMSNorm])
+def test_every_entry_of_flattened_positions_is_a_sample(make: Any) -> None:
+    kind = Kind(FlatNormed(make(4)), ((3, 4),))
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss, divisor=N, samples=3 * N)
+    assert_step(stepped(kind.model, watched(kind.model), loss), expected)
+
+
+# --- the Fisher of the model's own distribution ----------------------------------------------
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_exact_fisher_is_the_dense_ggn(name: str) -> None:
+    kind = normed(name, uses=2)
+    x, _ = kind.data()
+    loss = loss_on(kind.data())
+    expected = layer_oracles.norm_exact_fisher(kind.model, "norm", lambda model: model(x))
+    with_gradient = {
+        n: torch.autograd.grad(loss(kind.model), p)[0]
+        for n, p in kind.model.named_parameters()
+        if n.startswith("norm")
+    }
+    observed(watched(kind.model, fisher="exact"), loss, lambda model: model(x))
+    after = {n: p.grad for n, p in kind.model.named_parameters() if n.startswith("norm")}
+    assert_step((with_gradient, after), expected)
+
+
+def test_sampled_labels_approach_the_exact_fisher() -> None:
+    kind = normed("layer-sequence")
+    x, _ = kind.data()
+    loss = loss_on(kind.data())
+    exact = layer_oracles.norm_exact_fisher(kind.model, "norm", lambda model: model(x))
+    parameters = dict(kind.model.named_parameters())
+    gradient = {n: torch.autograd.grad(loss(kind.model), parameters[n])[0] for n in NAMES}
+    optimizer = watched(kind.model, fisher="mc")
+    drawing = {"samples": 800, "generator": torch.Generator().manual_seed(1)}
+    observed(optimizer, loss, lambda model: model(x), **drawing)
+    after = channels({n: parameters[n].grad for n in NAMES})
+    expected = layer_oracles.norm_step(exact, channels(gradient), GAMMA)
+    assert_roughly(after, expected, 0.1)
+    assert float((channels(gradient) - expected).norm()) > 0.5 * float(expected.norm())
+
+
+# --- averages over time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["batch1d", "layer-sequence", "rms", "group"])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+def test_two_steps(name: str, decay: float) -> None:
+    kind = normed(name)
+    losses = [loss_on(kind.data(0)), loss_on(kind.data(1, 4))]
+    first, second = fisher(kind, losses[0]), fisher(kind, losses[1], 4, 4)
+    optimizer = watched(kind.model, decay=decay)
+    stepped(kind.model, optimizer, losses[0])
+    expected = layer_oracles.decayed(first, second, decay, (N, 4))
+    assert_step(stepped(kind.model, optimizer, losses[1]), expected)
+
+
+def test_statistics_stay_between_factor_steps() -> None:
+    kind = normed("layer-sequence")
+    expected = fisher(kind, loss_on(kind.data(0)))
+    optimizer = watched(kind.model, factor_every=3, refresh_every=3)
+    stepped(kind.model, optimizer, loss_on(kind.data(0)))
+    assert_step(stepped(kind.model, optimizer, loss_on(kind.data(1))), expected)
+
+
+# --- what is left out ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["batch2d", "layer-sequence", "instance2d"])
+def test_a_frozen_bias_leaves_one_number_per_channel(name: str) -> None:
+    kind = normed(name)
+    kind.model.norm.bias.requires_grad_(False)
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss)
+    assert expected.shape[1:] == (1, 1)
+    optimizer = watched(kind.model)
+    assert_step(stepped(kind.model, optimizer, loss), expected)
+    assert left_out(optimizer) == {"norm.bias": "frozen"}
+
+
+def test_a_bias_beside_a_frozen_weight_passes_raw_and_is_listed() -> None:
+    kind = normed("layer-sequence")
+    kind.model.norm.weight.requires_grad_(False)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert_same(after["norm.bias"], before["norm.bias"])
+    assert sorted(left_out(optimizer)) == ["norm.bias", "norm.weight"]
+
+
+@pytest.mark.parametrize("options", [{"rescale": "unit"}, {"fisher": "forward"}], ids=str)
+@pytest.mark.parametrize("name", ["batch2d", "layer", "layer-no-bias", "rms", "instance1d"])
+def test_options_that_leave_norm_layers_to_the_base(name: str, options: dict[str, Any]) -> None:
+    kind = normed(name)
+    optimizer = watched(kind.model, **options)
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert_same(channels(after), channels(before))
+    assert set(left_out(optimizer)) == {n for n in before if n.startswith("norm")}
+    assert not torch.allclose(after["head.weight"], before["head.weight"])
+
+
+def test_a_batch_norm_in_evaluation_mode_passes_its_gradient() -> None:
+    kind = normed("batch1d")
+    kind.model.norm.eval()
+    optimizer = watched(kind.model, on_missing="ignore")
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert_same(channels(after), channels(before))
+
+
+class ChannelsFirst(nn.LayerNorm):
+    """As in several vision models: channels are moved to the end and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_a_subclass_with_its_own_forward_is_left_out() -> None:
+    kind = normed("group")
+    kind.model.norm = ChannelsFirst(4)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss_on(kind.data()))
+    assert_same(channels(after), channels(before))
+    assert set(left_out(optimizer)) == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LayerNorm(4, elementwise_affine=False),
+        lambda: nn.RMSNorm(4, elementwise_affine=False),
+        lambda: nn.BatchNorm1d(4, affine=False),
+        lambda: nn.GroupNorm(2, 4, affine=False),
+    ],
+    ids=["layer", "rms", "batch", "group"],
+)
+def test_norm_layers_without_parameters_are_not_in_the_way(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, CLASSES))
+    optimizer = watched(model)
+    before, after = stepped(model, optimizer, loss_on(Kind(model, ((4,),)).data()))
+    assert left_out(optimizer) == {}
+    assert not torch.allclose(after["0.weight"], before["0.weight"])
+
+
+# --- length of the step ----------------------------------------------------------------------
+
+
+def test_graft_keeps_the_norm_of_the_layer() -> None:
+    kind = normed("layer-sequence")
+    loss = loss_on(kind.data())
+    matrices = fisher(kind, loss)
+    before, after = stepped(kind.model, watched(kind.model, rescale="graft"), loss)
+    solved = layer_oracles.norm_step(matrices, channels(before), GAMMA)
+    assert_close(channels(after), solved * channels(before).norm() / solved.norm())
+
+
+# --- the classes of Hugging Face -------------------------------------------------------------
+
+
+def llama_style(norm: nn.Module) -> Kind:
+    torch.manual_seed(0)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    return Kind(FlatNormed(norm), ((3, 4),))
+
+
+def test_root_mean_square_norm_of_llama() -> None:
+    module = pytest.importorskip("transformers.models.llama.modeling_llama")
+    kind = llama_style(module.LlamaRMSNorm(4, eps=1e-3))
+    loss = loss_on(kind.data())
+    expected = fisher(kind, loss, samples=3 * N)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss)
+    solved = layer_oracles.norm_step(expected, channels(before), GAMMA)
+    assert_roughly(channels(after), solved, 1e-5)  # it works in single precision inside
+    assert left_out(optimizer) == {}
+
+
+class OffsetRMSNorm(nn.Module):
+    """In the style of Gemma: multiplies by one plus its weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+def test_a_norm_layer_with_an_offset_is_exact_or_listed() -> None:
+    """Its weight has the same gradient as one without, wherever the loss is."""
+    kind = llama_style(OffsetRMSNorm(4))
+    loss = loss_on(kind.data())
+    plain = llama_style(nn.RMSNorm(4, eps=1e-3))
+    plain.model.load_state_dict(kind.model.state_dict())
+    with torch.no_grad():
+        plain.model.norm.weight += 1
+    expected = fisher(plain, loss, samples=3 * N)
+    optimizer = watched(kind.model)
+    before, after = stepped(kind.model, optimizer, loss)
+    if "norm.weight" in left_out(optimizer):
+        assert_same(after["norm.weight"], before["norm.weight"])
+    else:
+        assert_step((before, after), expected)
