@@ -8,8 +8,7 @@ is in :mod:`kronfac.compiled`; both ways end in ``observe_call`` and ``observe_o
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,16 +20,19 @@ from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
 from kronfac.config import Options
+from kronfac.hooks import Hook, first_tensor
 from kronfac.layer_state import LayerState
 from kronfac.layers.attention import OUTPUT, AttentionProjection
 from kronfac.phases import Phases
-from kronfac.statistics import Pass, count_dtype
+from kronfac.random_state import random_state, set_random_state
+from kronfac.statistics import Pass
 
 
 class Watch:
     """One module, and the layers whose products its calls contain, by part."""
 
     def __init__(self, module: nn.Module, states: Sequence[LayerState]) -> None:
+        self.random: Tensor | None = None
         self.states = {state.layer.part: state for state in states}
         self.split = states[0].layer.split
         if isinstance(module, nn.MultiheadAttention):
@@ -83,14 +85,17 @@ class Capture:
         self.states += [state for state in states if state not in self.states]
         watch = Watch(module, states)
         self._watches.append(watch)
-        hook = _Hook(self._forward, watch, traced=self._traced_call(watch))
+        hook = Hook(self._forward, watch, traced=self._traced_call(watch))
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+            earlier = Hook(self._remember_random, watch)
+            self._handles.append(module.register_forward_pre_hook(earlier, with_kwargs=True))
 
     def attach_model(self, model: nn.Module) -> None:
         """Watch the outermost forward, which says how many samples there are."""
         traced = compiled.TracedModel(self.number, self.switch, self._counts_terms)
-        opening = _Hook(self._open, traced=traced.open)
-        closing = _Hook(self._close, traced=traced.close)
+        opening = Hook(self._open, traced=traced.open)
+        closing = Hook(self._close, traced=traced.close)
         self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
         self._handles.append(
             model.register_forward_hook(closing, with_kwargs=True, always_call=True)
@@ -186,7 +191,7 @@ class Capture:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
-            scores.register_hook(partial(count_terms, seen))
+            scores.register_hook(seen.count_terms)
 
     def close_pass(self) -> Pass | None:
         """End a forward; return its pass if it was the outermost one."""
@@ -220,6 +225,9 @@ class Capture:
                 self._unrecorded.setdefault(module, []).append(self._current)
             return None
         # Paused or not: a repeated forward has to do what the first one did.
+        if watch.random is not None:
+            set_random_state(output[0].device, watch.random)
+            watch.random = None
         calls, replaced = watch.split(module, args, kwargs, output)
         if self._paused:
             return replaced
@@ -240,15 +248,26 @@ class Capture:
             self._observe(state, seen, inputs, product)
         return replaced
 
+    def _remember_random(
+        self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A forward that is done again has to drop the same activations."""
+        if self.due and module.training and torch.is_grad_enabled():
+            first = first_tensor((args, kwargs))
+            watch.random = None if first is None else random_state(first.device)
+
     def _observe(
         self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...], product: Tensor
     ) -> None:
         seen = self.observe_call(state, seen, inputs)
+        if self.options.fisher == "forward":
+            return
+        kept: tuple[Any, ...] = ()
+        if state.layer.keeps_inputs:
+            kept = tuple(_kept(x, state.layer.copies_inputs) for x in inputs)
         if self.options.sampled:
-            kept = inputs if state.layer.keeps_inputs else ()
             self.edges.append((state, seen, kept, get_gradient_edge(product)))
-        elif self.options.fisher == "empirical":
-            kept = tuple(_detached(x) for x in inputs) if state.layer.keeps_inputs else ()
+        else:
             product.register_hook(partial(self._backward, state, seen, kept))
 
     def observe_call(self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]) -> Pass:
@@ -358,75 +377,11 @@ class Capture:
                 return
 
 
-class _Hook:
-    """A hook that does not keep its optimizer alive.
-
-    A model that is copied or unpickled, or whose optimizer is gone, carries it along without effect.
-    ``traced`` is what a compiler sees instead; it knows the optimizer by number only.
-    """
-
-    def __init__(self, target: Any = None, *bound: Any, traced: Any = None) -> None:
-        self._target = None if target is None else weakref.WeakMethod(target)
-        self._bound = tuple(weakref.ref(value) for value in bound)
-        self._traced = traced
-
-    def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None if self._traced is None else self._traced(*args)
-        target = None if self._target is None else self._target()
-        bound = [value() for value in self._bound]
-        if target is None or None in bound:
-            return None
-        return target(*bound, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
-def remove_inert_hooks(model: nn.Module) -> None:
-    """Remove what copying or unpickling has left of the original's hooks."""
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
-                del hooks[key]
-        for flags in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-            for key in [key for key in flags if key not in module._forward_hooks]:
-                del flags[key]
-        flags = module._forward_pre_hooks_with_kwargs
-        for key in [key for key in flags if key not in module._forward_pre_hooks]:
-            del flags[key]
-
-
-def _is_inert(hook: object) -> bool:
-    return isinstance(hook, _Hook) and (hook._target is None or hook._target() is None)
-
-
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:
-    """First tensor in nested containers that has enough dimensions (and a gradient to come)."""
-    if isinstance(value, Tensor):
-        fits = value.dim() >= least_dim and (value.requires_grad or not needs_grad)
-        return value if fits else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            found = first_tensor(item, least_dim, needs_grad)
-            if found is not None:
-                return found
-    return None
-
-
-def count_terms(seen: Pass, grad: Tensor) -> None:
-    """Loss terms are the output positions that receive a gradient: masked ones receive none."""
-    seen.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
+def _kept(value: Any, copy: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone() if copy else value.detach()

@@ -22,6 +22,8 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch._library.effects import EffectType
 
+from kronfac.hooks import first_tensor
+
 if TYPE_CHECKING:
     from kronfac.capture import Capture
     from kronfac.layer_state import LayerState
@@ -94,12 +96,10 @@ def _close(first: Tensor, capture: int) -> Tensor:
 
 @torch.library.custom_op("kronfac::count_terms", mutates_args=())
 def _count_terms(grad: Tensor, ticket: Tensor, capture: int) -> None:
-    from kronfac.capture import count_terms
-
     found = _CAPTURES.get(capture)
     seen = None if found is None else found.calls.forwards.get(int(ticket))
     if seen is not None:
-        count_terms(seen, grad)
+        seen.count_terms(grad)
 
 
 @torch.library.custom_op("kronfac::observe_input", mutates_args=())
@@ -209,8 +209,6 @@ class TracedModel:
 
     def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward."""
-        from kronfac.capture import first_tensor
-
         first = first_tensor((args, kwargs))
         if self.switch.on and first is not None:
             torch.ops.kronfac.open(first.detach(), self.capture)
@@ -219,8 +217,6 @@ class TracedModel:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """After the forward."""
-        from kronfac.capture import first_tensor
-
         first = first_tensor((args, kwargs))
         if not self.switch.on or first is None:
             return

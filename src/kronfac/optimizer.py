@@ -17,8 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kronfac import checkpoint
-from kronfac.capture import remove_inert_hooks
 from kronfac.config import Count, Number, Options, Schedules, check_scaler
+from kronfac.hooks import remove_inert_hooks
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner

@@ -23,6 +23,10 @@ class Pass:
         self.samples = samples
         self.terms: Tensor | None = None
 
+    def count_terms(self, grad: Tensor) -> None:
+        """Loss terms are the output positions that receive a gradient: masked ones receive none."""
+        self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
+
 
 class Running:
     """A decayed ``(sum, count)`` pair, used as ``sum/count``."""

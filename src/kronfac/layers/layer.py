@@ -35,6 +35,8 @@ class Layer(ABC):
     picks_columns = False
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward.
     keeps_inputs = False
+    #: Whether these have to be copies, since autograd does not keep them from being overwritten.
+    copies_inputs = False
 
     def __init__(
         self,

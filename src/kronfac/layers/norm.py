@@ -122,6 +122,11 @@ class LayerNormLayer(TrailingNormLayer):
 class RMSNormLayer(TrailingNormLayer):
     """Divided by the root of the mean square over the last dimensions."""
 
+    @property
+    def copies_inputs(self) -> bool:  # type: ignore[override]
+        """Foreign norms work on a copy in single precision and let go of their input."""
+        return not isinstance(self.module, nn.RMSNorm)
+
     def _normalised(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
 

@@ -1,0 +1,72 @@
+"""Hooks that come and go with their optimizer, and what they look at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Hook:
+    """A hook that does not keep its optimizer alive.
+
+    A model that is copied or unpickled, or whose optimizer is gone, carries it along without effect.
+    ``traced`` is what a compiler sees instead; it knows the optimizer by number only.
+    """
+
+    def __init__(self, target: Any = None, *bound: Any, traced: Any = None) -> None:
+        self._target = None if target is None else weakref.WeakMethod(target)
+        self._bound = tuple(weakref.ref(value) for value in bound)
+        self._traced = traced
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the target, if it is still there."""
+        if torch.compiler.is_compiling():
+            return None if self._traced is None else self._traced(*args)
+        target = None if self._target is None else self._target()
+        bound = [value() for value in self._bound]
+        if target is None or None in bound:
+            return None
+        return target(*bound, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+def remove_inert_hooks(model: nn.Module) -> None:
+    """Remove what copying or unpickling has left of the original's hooks."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if _is_inert(hook)]:
+                del hooks[key]
+        for flags in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+            for key in [key for key in flags if key not in module._forward_hooks]:
+                del flags[key]
+        flags = module._forward_pre_hooks_with_kwargs
+        for key in [key for key in flags if key not in module._forward_pre_hooks]:
+            del flags[key]
+
+
+def _is_inert(hook: object) -> bool:
+    return isinstance(hook, Hook) and (hook._target is None or hook._target() is None)
+
+
+def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Tensor | None:
+    """First tensor in nested containers that has enough dimensions (and a gradient to come)."""
+    if isinstance(value, Tensor):
+        fits = value.dim() >= least_dim and (value.requires_grad or not needs_grad)
+        return value if fits else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            found = first_tensor(item, least_dim, needs_grad)
+            if found is not None:
+                return found
+    return None
