@@ -60,7 +60,10 @@ class Tokens(nn.Module):
 BODIES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 4),
     "conv": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(inplace=True), nn.Flatten()
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
     ),
     "norms": lambda: nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.BatchNorm1d(4), nn.RMSNorm(4)),
     "embedding": Tokens,

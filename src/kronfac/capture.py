@@ -110,7 +110,6 @@ class Capture:
             watch.split,
             indices,
             keeps,
-            gradients=self.options.fisher != "forward",
             sampled=self.options.sampled,
         )
 
@@ -146,7 +145,13 @@ class Capture:
     def close_forwards(self) -> None:
         """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
         self._depth = 0
-        self._current = None
+        self._set_current(None)
+
+    def _set_current(self, seen: Pass | None) -> None:
+        """Say which pass is open, to compiled parts as well."""
+        self._current = seen
+        number = -1 if seen is None else self.calls.add_pass(seen)
+        self.switch.set_pass(number, self._depth)
 
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
@@ -170,38 +175,34 @@ class Capture:
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
             self._note_forward(module)
-        self.open_pass(first_tensor((args, kwargs)))
-
-    def open_pass(self, first: Tensor | None) -> None:
-        """Begin a forward whose first tensor this is."""
         self._depth += 1
-        if self._depth > 1 or not self.due or self._paused:
-            return
+        if self._depth == 1 and self.due and not self._paused:
+            self._set_current(self.new_pass(first_tensor((args, kwargs))))
+            self._recording = torch.is_grad_enabled()
+
+    def new_pass(self, first: Tensor | None) -> Pass | None:
+        """The pass of a forward whose first tensor this is."""
         self._notice_cleared_gradients()
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
-        self._current = self._latest = None if unknown or first is None else Pass(first.shape[0])
-        self._recording = torch.is_grad_enabled()
+        self._latest = None if unknown or first is None else Pass(first.shape[0])
+        return self._latest
 
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        seen = self.close_pass()
+        if self._depth == 0:
+            return  # a hook of somebody else raised before ours could open
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        seen = self._current
+        self._set_current(None)
         if seen is None or not self._counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
             scores.register_hook(seen.count_terms)
-
-    def close_pass(self) -> Pass | None:
-        """End a forward; return its pass if it was the outermost one."""
-        if self._depth == 0:
-            return None  # a hook of somebody else raised before ours could open
-        self._depth -= 1
-        if self._depth > 0:
-            return None
-        seen, self._current = self._current, None
-        return seen
 
     @property
     def _counts_terms(self) -> bool:
@@ -228,25 +229,27 @@ class Capture:
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        calls, replaced = watch.split(module, args, kwargs, output)
-        if self._paused:
-            return replaced
-        seen = self._current
-        if _inside_backward():
+        counts, seen = not self._paused, self._current
+        if counts and _inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
-            if not unrecorded:
-                return replaced
-            seen = unrecorded.pop()
-        for part, inputs, product in calls:
+            counts = bool(unrecorded)
+            seen = unrecorded.pop() if unrecorded else None
+
+        def see(part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
             state = watch.states.get(part)
-            if state is None or not product.requires_grad or not state.layer.weight.requires_grad:
-                continue
-            if part != OUTPUT and not state.layer.uses(module):
-                continue
-            self._observe(state, seen, inputs, product)
-        return replaced
+            if counts and state is not None and self._is_seen(state, part, module, product):
+                self._observe(state, seen, inputs, product)
+            return product
+
+        return watch.split(see, module, args, kwargs, output)
+
+    @staticmethod
+    def _is_seen(state: LayerState, part: str, module: nn.Module, product: Tensor) -> bool:
+        if not product.requires_grad or not state.layer.weight.requires_grad:
+            return False
+        return part == OUTPUT or state.layer.uses(module)
 
     def _remember_random(
         self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -281,10 +284,12 @@ class Capture:
             self._observe_input(state, inputs, seen)
         return seen
 
-    def observe_traced_call(self, state: LayerState, inputs: tuple[Any, ...]) -> Pass:
-        """The same for a product in a compiled forward, which is running now."""
+    def observe_traced_call(
+        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]
+    ) -> Pass:
+        """The same for a product in a compiled graph."""
         self.forward_seen = True
-        return self.observe_call(state, self._current, inputs)
+        return self.observe_call(state, seen, inputs)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
@@ -328,7 +333,7 @@ class Capture:
         self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor
     ) -> None:
         """The gradient of one product's output in a compiled backward."""
-        if not self.options.sampled:
+        if self.options.fisher == "empirical":
             self._backward(state, seen, kept, grad)
         elif self.draw is not None:
             draw, share = self.draw

@@ -1,12 +1,16 @@
 """Observing a model that runs under ``torch.compile``, without a break in its graph.
 
-A compiler cannot follow hooks that keep books. It sees calls of opaque operators instead, marked as
-having effects, so that they are neither dropped nor reordered; when the graph runs, they call back into
-the capture, which they know by number. A product's input is observed by one operator, which returns a
-ticket; the ticket is saved for the backward, where a second operator presents it together with the
-gradient. So two forwards before one backward, and several backwards, keep apart.
+A compiler cannot follow hooks that keep books. It sees opaque operators instead, which call back into
+the capture when the graph runs; graphs know captures by number. Operators are tied to each other and to
+the model's own values by what they return, so that the compiler neither drops nor confuses them:
 
-Whether anything is observed is one boolean, so that there are two graphs: with these calls and without.
+- *open*, at the start of the outermost forward, returns the ticket of the pass;
+- *watch* takes a product, its inputs and the pass's ticket; it returns the product and its ticket;
+- *observe_output*, in the backward of *watch*, takes the gradient and the product's ticket.
+
+So two forwards before one backward, several backwards, and activation checkpointing (which repeats
+*watch* in the backward) keep apart. Whether anything is observed is one boolean, so that there are two
+graphs: with these operators and without.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch._library.effects import EffectType
 
 from kronfac.hooks import first_tensor
 
@@ -31,33 +34,47 @@ if TYPE_CHECKING:
 
 _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_TICKETS = itertools.count()
 _donated_before: list[bool] = []
 
 
 class Switch:
-    """Whether a compiled model is observed at the moment; graphs are guarded by it."""
+    """What graphs read of their capture: whether it observes, and the pass that is open."""
 
     def __init__(self) -> None:
         self.on = True
+        self.depth = 0
+        self.no_pass = _ticket(-1)
+        self.open_pass = self.no_pass
+
+    def set_pass(self, number: int, depth: int) -> None:
+        """Say which pass is open; less than zero for none."""
+        self.depth = depth
+        self.open_pass = self.no_pass if number < 0 else _ticket(number)
 
 
 class Calls:
-    """The products and forwards of compiled graphs that a backward may come back to, by ticket."""
+    """Passes and products that a compiled backward may come back to, by ticket."""
 
     def __init__(self) -> None:
+        self.passes: dict[int, Pass] = {}
         self.products: dict[int, tuple[LayerState, Pass]] = {}
-        self.forwards: dict[int, Pass] = {}
+        self.latest: dict[tuple[int, int], int] = {}
 
     def clear(self) -> None:
         """Forget all of them."""
+        self.passes.clear()
         self.products.clear()
-        self.forwards.clear()
+        self.latest.clear()
 
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The weights of the products."""
-        return list(dict.fromkeys(state.layer.weight for state, _ in self.products.values()))
+    def add_pass(self, seen: Pass) -> int:
+        """Return the ticket of a pass."""
+        number = next(_NUMBERS)
+        self.passes[number] = seen
+        return number
+
+
+def _ticket(number: int) -> Tensor:
+    return torch.tensor(number, dtype=torch.int64)
 
 
 def anything_compiled() -> bool:
@@ -77,126 +94,107 @@ def register(capture: Capture) -> int:
 
 
 @torch.library.custom_op("kronfac::open", mutates_args=())
-def _open(first: Tensor, capture: int) -> None:
+def _open(first: Tensor, capture: int, site: int) -> Tensor:
     found = _CAPTURES.get(capture)
-    if found is not None:
-        found.open_pass(first)
+    seen = None if found is None else found.new_pass(first)
+    return _ticket(-1 if found is None or seen is None else found.calls.add_pass(seen))
 
 
-@torch.library.custom_op("kronfac::close", mutates_args=())
-def _close(first: Tensor, capture: int) -> Tensor:
-    found = _CAPTURES.get(capture)
-    seen = None if found is None else found.close_pass()
-    if found is None or seen is None:
-        return _ticket(-1)
-    number = next(_TICKETS)
-    found.calls.forwards[number] = seen
-    return _ticket(number)
-
-
-@torch.library.custom_op("kronfac::count_terms", mutates_args=())
-def _count_terms(grad: Tensor, ticket: Tensor, capture: int) -> None:
-    found = _CAPTURES.get(capture)
-    seen = None if found is None else found.calls.forwards.get(int(ticket))
-    if seen is not None:
-        seen.count_terms(grad)
-
-
-@torch.library.custom_op("kronfac::observe_input", mutates_args=())
-def _observe_input(inputs: list[Tensor], capture: int, layer: int) -> Tensor:
+@torch.library.custom_op("kronfac::watch", mutates_args=())
+def _watch(
+    product: Tensor,
+    inputs: list[Tensor],
+    keep: bool,
+    open_pass: Tensor,
+    capture: int,
+    layer: int,
+    site: int,
+) -> tuple[Tensor, Tensor]:
     _restore_donation()
+    return product.clone(), _ticket(_observe_product(inputs, int(open_pass), capture, layer, site))
+
+
+def _observe_product(
+    inputs: list[Tensor], open_pass: int, capture: int, layer: int, site: int
+) -> int:
     found = _CAPTURES.get(capture)
     if found is None or not found.switch.on or layer >= len(found.states):
-        return _ticket(-1)
-    state = found.states[layer]
-    number = next(_TICKETS)
-    found.calls.products[number] = (state, found.observe_traced_call(state, tuple(inputs)))
-    return _ticket(number)
+        return -1
+    calls = found.calls
+    if torch._C._current_graph_task_id() != -1:  # repeated by activation checkpointing
+        return calls.latest.get((open_pass, site), -1)
+    state, number = found.states[layer], next(_NUMBERS)
+    seen = found.observe_traced_call(state, calls.passes.get(open_pass), tuple(inputs))
+    calls.products[number] = (state, seen)
+    calls.latest[open_pass, site] = number
+    return number
 
 
 @torch.library.custom_op("kronfac::observe_output", mutates_args=())
-def _observe_output(grad: Tensor, kept: list[Tensor], ticket: Tensor, capture: int) -> None:
+def _observe_output(grad: Tensor, kept: list[Tensor], product: Tensor, capture: int) -> Tensor:
     found = _CAPTURES.get(capture)
-    product = None if found is None else found.calls.products.get(int(ticket))
-    if found is not None and product is not None:
-        found.observe_traced_output(*product, tuple(kept), grad)
+    known = None if found is None else found.calls.products.get(int(product))
+    if found is not None and known is not None:
+        found.observe_traced_output(*known, tuple(kept), grad)
+    return grad.clone()
 
 
-def _ticket(number: int) -> Tensor:
-    return torch.tensor(number, dtype=torch.int64)
+@torch.library.custom_op("kronfac::count_terms", mutates_args=())
+def _count_terms(grad: Tensor, open_pass: Tensor, capture: int) -> Tensor:
+    found = _CAPTURES.get(capture)
+    seen = None if found is None else found.calls.passes.get(int(open_pass))
+    if seen is not None:
+        seen.count_terms(grad)
+    return grad.clone()
 
 
 @_open.register_fake
-@_count_terms.register_fake
-@_observe_output.register_fake
-def _nothing(*args: Any) -> None:
-    return None
-
-
-@_close.register_fake
-@_observe_input.register_fake
-def _fake_ticket(*args: Any) -> Tensor:
+def _fake_open(*args: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-for _name in ("open", "close", "count_terms", "observe_input", "observe_output"):
-    torch.library._register_effectful_op(f"kronfac::{_name}", EffectType.ORDERED)
+@_watch.register_fake
+def _fake_watch(product: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return product.clone(), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@_observe_output.register_fake
+@_count_terms.register_fake
+def _fake_copy(first: Tensor, *args: Any) -> Tensor:
+    return first.clone()
+
+
+def _keep_watch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, tensors, keep, _, ctx.capture, _, _ = inputs
+    ctx.save_for_backward(output[1], *(tensors if keep else []))
+    ctx.count = len(tensors)
+
+
+def _watch_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    ticket, *kept = ctx.saved_tensors
+    grad = torch.ops.kronfac.observe_output(grad, kept, ticket, ctx.capture)
+    return grad, [None] * ctx.count, None, None, None, None, None
+
+
+_watch.register_autograd(_watch_backward, setup_context=_keep_watch)
 
 
 # --- what the compiler traces -------------------------------------------------------------------
 
 
-class TracedCall:
-    """Forward hook of a watched module, in terms that a compiler understands."""
+def _at_trace_time(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Have a function called while a graph is traced, and its result taken as a constant.
 
-    def __init__(
-        self,
-        capture: int,
-        switch: Switch,
-        split: Callable[..., tuple[list[Any], Any]],
-        layers: Mapping[str, int],
-        keeps_inputs: Collection[str],
-        gradients: bool,
-        sampled: bool,
-    ) -> None:
-        self.capture = capture
-        self.switch = switch
-        self.split = split
-        self.layers = layers
-        self.keeps_inputs = keeps_inputs
-        self.gradients = gradients
-        self.sampled = sampled
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """After the module's forward."""
-        if not self.switch.on or not module.training or not torch.is_grad_enabled():
-            return None
-        if self.sampled:
-            _forbid_donation()
-        calls, replaced = self.split(module, args, kwargs, output)
-        for part, inputs, product in calls:
-            if part in self.layers and product.requires_grad:
-                _trace_product(
-                    self.capture,
-                    self.layers[part],
-                    [x.detach() for x in inputs if isinstance(x, Tensor)],
-                    part in self.keeps_inputs,
-                    product if self.gradients else None,
-                )
-        return replaced
+    It is what ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
-def _trace_product(
-    capture: int, layer: int, inputs: list[Tensor], keep: bool, product: Tensor | None
-) -> None:
-    ticket = torch.ops.kronfac.observe_input(inputs, capture, layer)
-    kept = inputs if keep else []
-    if product is not None:
-        product.register_hook(
-            lambda grad: torch.ops.kronfac.observe_output(grad, kept, ticket, capture)
-        )
+@_at_trace_time
+def _new_site() -> int:
+    """A number for one place in a graph, so that equal calls are not taken for one."""
+    return next(_NUMBERS)
 
 
 class TracedModel:
@@ -209,39 +207,87 @@ class TracedModel:
 
     def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward."""
+        switch = self.switch
+        if not switch.on:
+            return
         first = first_tensor((args, kwargs))
-        if self.switch.on and first is not None:
-            torch.ops.kronfac.open(first.detach(), self.capture)
+        if switch.depth == 0 and first is not None:
+            switch.open_pass = torch.ops.kronfac.open(first.detach(), self.capture, _new_site())
+        switch.depth += 1
 
     def close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """After the forward."""
-        first = first_tensor((args, kwargs))
-        if not self.switch.on or first is None:
+        switch = self.switch
+        if not switch.on or switch.depth == 0:
             return
-        capture = self.capture
-        ticket = torch.ops.kronfac.close(first.detach(), capture)
+        switch.depth -= 1
+        if switch.depth > 0:
+            return
+        open_pass, switch.open_pass = switch.open_pass, switch.no_pass
         if not self.counts_terms or not torch.is_grad_enabled():
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
-        if scores is not None:
-            scores.register_hook(lambda grad: torch.ops.kronfac.count_terms(grad, ticket, capture))
+        if scores is None:
+            return
+        capture = self.capture  # writing to attributes would be forgotten after the next line
+        scores.register_hook(lambda grad: torch.ops.kronfac.count_terms(grad, open_pass, capture))
+
+
+class TracedCall:
+    """Forward hook of a watched module, in terms that a compiler understands."""
+
+    def __init__(
+        self,
+        capture: int,
+        switch: Switch,
+        split: Callable[..., Any],
+        layers: Mapping[str, int],
+        keeps_inputs: Collection[str],
+        sampled: bool,
+    ) -> None:
+        self.capture = capture
+        self.switch = switch
+        self.split = split
+        self.layers = layers
+        self.keeps_inputs = keeps_inputs
+        self.sampled = sampled
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After the module's forward."""
+        if not self.switch.on or not module.training or not torch.is_grad_enabled():
+            return None
+        if self.sampled:
+            _forbid_donation()
+        return self.split(self._watched, module, args, kwargs, output)
+
+    def _watched(self, part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
+        if part not in self.layers or not product.requires_grad:
+            return product
+        watched: Tensor = torch.ops.kronfac.watch(
+            product,
+            [x.detach() for x in inputs if isinstance(x, Tensor)],
+            part in self.keeps_inputs,
+            self.switch.open_pass,
+            self.capture,
+            self.layers[part],
+            _new_site(),
+        )[0]
+        return watched
 
 
 # A compiled backward may reuse the buffers of its forward, and then cannot run twice. observe() has
 # to run it before the loss does, so such buffers are kept while this graph is made, and only then.
 
 
+@_at_trace_time
 def _forbid_donation() -> None:
     if not _donated_before:
         _donated_before.append(functorch_config.donated_buffer)
         functorch_config.donated_buffer = False
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler: the function is
-# called while a graph is traced, and leaves no trace in it.
-_forbid_donation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _restore_donation() -> None:

@@ -90,7 +90,8 @@ class Observer:
 
     def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         """Compiled products have no outputs to ask for; their backward reports as it passes."""
-        weights = [weight for weight in self.capture.calls.weights if weight.requires_grad]
+        products = self.capture.calls.products.values()
+        weights = list(dict.fromkeys(state.layer.weight for state, _ in products))
         if not weights:
             return
         self.capture.draw = (draw, share)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kronfac.layers.layer import Call, Layer
+from kronfac.layers.layer import Layer, See
 from kronfac.layers.linear import LinearLayer
 
 PARTS = ("query", "key", "value")
@@ -41,12 +41,11 @@ class AttentionProjection(LinearLayer):
 
     @staticmethod
     def split(
-        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-    ) -> tuple[list[Call], Any]:
+        see: See, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> Any:
         """See :meth:`Layer.split`."""
         assert isinstance(module, nn.MultiheadAttention)
-        calls: list[Call] = []
-        return calls, attend(module, calls, *args, **kwargs)
+        return attend(module, see, *args, **kwargs)
 
     def _own_bias(self, bias: Tensor) -> Tensor:
         return self._third(bias)
@@ -85,7 +84,7 @@ def output_projections(model: nn.Module) -> dict[nn.Module, nn.MultiheadAttentio
 
 def attend(
     module: nn.MultiheadAttention,
-    calls: list[Call],
+    see: See,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -95,7 +94,7 @@ def attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,  # a hint of torch's: the mask says the same
 ) -> tuple[Tensor, Tensor | None]:
-    """The module's forward, noting the inputs and outputs of its four products in ``calls``.
+    """The module's forward, showing its four products.
 
     Works on ``[N, T, E]`` inside, so that rows are grouped by sample.
     """
@@ -109,9 +108,7 @@ def attend(
         inputs = tuple(x.transpose(0, 1) for x in inputs)
     projected = []
     for part, x, weight, bias in zip(PARTS, inputs, *_parameters(module), strict=True):
-        y = F.linear(x, weight, bias)
-        calls.append((part, (x,), y))
-        projected.append(y)
+        projected.append(see(part, (x,), F.linear(x, weight, bias)))
     q, k, v = projected
     mask = _merged_mask(module, q, k, attn_mask, key_padding_mask)
     k, v, mask = _with_extra_positions(module, k, v, mask)
@@ -126,7 +123,7 @@ def attend(
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     mixed = mixed.transpose(1, 2).flatten(2)
     out = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
-    calls.append((OUTPUT, (mixed,), out))
+    out = see(OUTPUT, (mixed,), out)
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
     if not batched:

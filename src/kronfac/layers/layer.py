@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from kronfac.layers.rows import Rows
 
-#: One product inside a module's forward: which of its layers, the inputs, and the output.
-Call = tuple[str, tuple[Any, ...], Tensor]
+#: Shown one product of a module's forward: which of its layers, the inputs, and the output, which
+#: it returns for the forward to go on with.
+See = Callable[[str, tuple[Any, ...], Tensor], Tensor]
 
 
 class Layer(ABC):
@@ -101,10 +102,10 @@ class Layer(ABC):
 
     @staticmethod
     def split(
-        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-    ) -> tuple[list[Call], Any]:
-        """The products inside one call of the module, and what replaces its output, if anything."""
-        return [("", args if args else tuple(kwargs.values()), output)], None
+        see: See, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> Any:
+        """Show the products inside one call of the module, and return what replaces its output."""
+        return see("", args if args else tuple(kwargs.values()), output)
 
     def uses(self, module: nn.Module) -> bool:
         """Whether a module computes with this weight now (not ``torch.func.functional_call``)."""
