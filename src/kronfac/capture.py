@@ -70,6 +70,11 @@ class Capture:
         self._states.clear()
         self.due = False
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is observed at this moment."""
+        return self._paused > 0
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Observe nothing inside."""
