@@ -158,4 +158,4 @@ def _dense(grad: Tensor | None) -> Tensor:
 def _number(loss: Any, reason: str) -> float:
     if loss is None:
         raise RuntimeError(f"{reason} compares losses, but the closure returned None: return it.")
-    return float(loss)
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
