@@ -5,12 +5,14 @@
 A small tanh network is fitted to a fixed surface: one batch, the exact Fisher, plain SGD with a learning
 rate of 1, so that the damping alone says how long a step is. Too large a damping makes steps short; too
 small a one makes them overshoot, since K-FAC leaves out how layers act together. The number is the final
-loss, the median over seeds.
+loss, the median over seeds, with the damping fixed and with `LevenbergMarquardt` (LM) starting there; and
+both again with learning rate and momentum by `rescale="quadratic"`.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ STEPS = 100
 DAMPINGS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2)
 
 Damping = float | kronfac.LevenbergMarquardt
+Rescale = Literal["quadratic"] | None
+RESCALES: tuple[Rescale, ...] = (None, "quadratic")
 
 
 class Problem:
@@ -40,8 +44,8 @@ class Problem:
         return (outputs - self.y).square().sum(1).mean() / 2
 
 
-def final_loss(damping: Damping, seed: int, steps: int = STEPS) -> float:
-    """The loss after a number of steps."""
+def final_loss(damping: Damping, rescale: Rescale, seed: int) -> float:
+    """The loss after `STEPS` steps."""
     problem = Problem(seed)
     optimizer = kronfac.KFAC(
         problem.model,
@@ -51,7 +55,7 @@ def final_loss(damping: Damping, seed: int, steps: int = STEPS) -> float:
         refresh_every=1,
         decay=0.5,
         fisher="exact",
-        rescale=None,
+        rescale=rescale,
     )
 
     def closure() -> Tensor:
@@ -60,15 +64,15 @@ def final_loss(damping: Damping, seed: int, steps: int = STEPS) -> float:
         loss.backward()
         return loss
 
-    for _ in range(steps):
+    for _ in range(STEPS):
         optimizer.step(closure)
     with torch.no_grad():
         return problem.loss().item()
 
 
-def median_loss(damping: Damping, seeds: int) -> float:
-    """The median of :func:`final_loss` over seeds."""
-    return statistics.median(final_loss(damping, seed) for seed in range(seeds))
+def median_loss(damping: Damping, rescale: Rescale = None, *, seeds: int) -> float:
+    """The median of `final_loss` over seeds."""
+    return statistics.median(final_loss(damping, rescale, seed) for seed in range(seeds))
 
 
 def main() -> None:
@@ -80,13 +84,14 @@ def main() -> None:
     print(machine_line())
     results = {
         f"{damping:.0e}": {
-            "fixed": median_loss(damping, seeds),
-            "adaptive": median_loss(kronfac.LevenbergMarquardt(damping), seeds),
+            f"{rescale}, {name}": median_loss(one, rescale, seeds=seeds)
+            for rescale in RESCALES
+            for name, one in [("fixed", damping), ("LM", kronfac.LevenbergMarquardt(damping))]
         }
         for damping in DAMPINGS
     }
     rows = [[name, *(f"{loss:.4f}" for loss in row.values())] for name, row in results.items()]
-    print(table(["damping", "fixed", "LevenbergMarquardt from there"], rows))
+    print(table(["damping", *next(iter(results.values()))], rows))
     write_json("damping", {"steps": STEPS, "seeds": seeds, "loss": results})
 
 

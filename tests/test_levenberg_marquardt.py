@@ -16,13 +16,16 @@ import kronfac
 from benchmarks.damping import median_loss
 from kronfac import LevenbergMarquardt
 from kronfac.damping import AdaptiveDamping
+from tests.test_syncs import CountWaits
 from tests.training import (
     CLASSES,
     INPUTS,
     assert_same,
     batch,
+    cnn,
     factors,
     gradients,
+    images,
     kfac,
     layers,
     loss_of,
@@ -352,6 +355,17 @@ def test_an_error_in_the_second_run_leaves_no_trace() -> None:
         optimizer.step(failing)
     assert float(model.calls) == 1
     assert not optimizer._preconditioner.capture.is_paused
+
+
+def test_a_step_without_a_look_waits_for_nothing() -> None:
+    model = cnn()
+    base = SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = kfac(model, base, damping=LevenbergMarquardt(0.1, every=4), refresh_every=8)
+    closure = closure_of(model, optimizer, images())
+    optimizer.step(closure)
+    with CountWaits() as counter:
+        optimizer.step(closure)
+    assert not counter.waits
 
 
 # --- saving ----------------------------------------------------------------------------------

@@ -394,6 +394,14 @@ def test_a_checkpoint_of_another_rescale_starts_without_a_last_update() -> None:
     assert optimizer.stats()["momentum"] == 0
 
 
+def test_the_summary_names_the_memory_of_the_last_update() -> None:
+    numbers = sum(p.numel() for p in mlp().parameters())
+    assert f"The last update, which the quadratic model keeps: {numbers * 8} B." in str(
+        quadratic(mlp())
+    )
+    assert "last update" not in str(kfac(mlp()))
+
+
 # --- refusals --------------------------------------------------------------------------------
 
 

@@ -96,7 +96,12 @@ class Preconditioned(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Run the closure if there is one, precondition the gradients, step the base optimizer."""
+        """Run the closure if there is one, precondition the gradients, step the base optimizer.
+
+        :class:`kronfac.LevenbergMarquardt` and ``rescale="quadratic"`` need the closure and run it
+        again on the same random numbers; the loss of the first run is returned, and further runs
+        change neither buffers nor gradients nor statistics.
+        """
         ours = self._preconditioner
         trial = Trial(ours, self.param_groups, closure)
         loss = None
@@ -257,7 +262,9 @@ class Preconditioned(Optimizer, ABC):
             lazy = isinstance(parameter, UninitializedParameter)
             left_out[name] = (0 if lazy else parameter.numel(), reason)
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
-        return describe(title, states, left_out)
+        updates = trained if ours.quadratic is not None else set()
+        held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
+        return describe(title, states, left_out, sum(p.numel() * p.element_size() for p in held))
 
     def __repr__(self) -> str:
         return self.summary()

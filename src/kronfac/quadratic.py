@@ -182,6 +182,9 @@ def inner(left: Vectors, right: Vectors) -> Tensor:
     total = torch.zeros((), dtype=count_dtype(device), device=device)
     for parameter, one in left.items():
         kind = torch.promote_types(one.dtype, torch.float32)
-        products = one.to(kind) * right[parameter].to(kind)
+        one, other = one.to(kind), right[parameter].to(kind)
+        if kind.is_complex:
+            one, other = torch.view_as_real(one), torch.view_as_real(other)
+        products = one * other
         total = total + products.sum(dtype=count_dtype(one.device)).to(total)
     return total
