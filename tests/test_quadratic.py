@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
 
 import kronfac
 from kronfac import LevenbergMarquardt
@@ -22,8 +23,10 @@ from tests.training import (
     assert_close,
     assert_same,
     batch,
+    cnn,
     factors,
     gradients,
+    images,
     kfac,
     loss_of,
     mlp,
@@ -168,6 +171,47 @@ def test_several_forwards_are_one_batch() -> None:
         optimizer.step(closure)
         whole.step(closure_of(twin, whole, (x, y)))
     assert_close(parameters(model), parameters(twin))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.reentrant = mlp(), reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net[4](checkpoint(self.net[:4], x, use_reentrant=self.reentrant))
+
+
+def test_activation_checkpoints_change_nothing() -> None:
+    model, twin = Checkpointed(reentrant=False), mlp()
+    optimizer, plain = quadratic(model), quadratic(twin)
+    train(model, optimizer, range(3))
+    train(twin, plain, range(3))
+    assert_close(parameters(model.net), parameters(twin))
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    model = Checkpointed(reentrant=True)
+    optimizer = quadratic(model)
+    data = (batch()[0].requires_grad_(), batch()[1])
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        optimizer.step(closure_of(model, optimizer, data))
+
+
+def test_convolutions_with_activations_in_place() -> None:
+    """The first update is where the damped model along it has its minimum."""
+    model = cnn()
+    optimizer = quadratic(model)
+    x, y = images()
+    own = list(model.parameters())
+    with optimizer.no_capture():
+        outputs = model(x)
+        C = dense_ggn(model, outputs, "categorical", torch.ones(len(x))) / len(x)
+        gradient = flat(torch.autograd.grad(F.cross_entropy(outputs, y), own))
+    before = flat(own)
+    optimizer.step(closure_of(model, optimizer, (x, y)))
+    update = flat(own) - before
+    assert_close(update @ (C @ update + GAMMA * update), -update @ gradient)
 
 
 # --- closed forms ----------------------------------------------------------------------------

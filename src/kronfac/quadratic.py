@@ -139,6 +139,11 @@ def jacobian_products(outputs: Tensor, directions: Sequence[Vectors]) -> list[Te
             outputs, parameters, dummy, create_graph=True, allow_unused=True
         )
     used = [(p, one) for p, one in zip(parameters, pulled, strict=True) if one is not None]
+    if len(used) < len(parameters) and _hides_parameters(outputs):
+        raise RuntimeError(
+            "rescale='quadratic' cannot differentiate through a reentrant activation checkpoint: call "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
     if not used:
         return [torch.zeros_like(outputs) for _ in directions]
     pushed = []
@@ -151,6 +156,20 @@ def jacobian_products(outputs: Tensor, directions: Sequence[Vectors]) -> list[Te
         )
         pushed.append(found)
     return pushed
+
+
+def _hides_parameters(outputs: Tensor) -> bool:
+    """Whether a reentrant checkpoint is in the graph: parameters inside it are not part of the graph."""
+    found, waiting = set(), [outputs.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        if "CheckpointFunction" in node.name():
+            return True
+        found.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def best_weights(
