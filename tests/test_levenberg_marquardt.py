@@ -338,6 +338,17 @@ def test_gradients_are_the_same_tensors_afterwards() -> None:
     assert all(p.grad is grad for p, grad in zip(model.parameters(), seen[0], strict=True))
 
 
+def test_sparse_gradients_take_part(judged: list[tuple[float, float]]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, CLASSES))
+    optimizer = kfac(model, damping=LevenbergMarquardt(0.1, every=1), exclude="*")
+    data = (torch.arange(3), torch.zeros(3, dtype=torch.long))
+    optimizer.step(closure_of(model, optimizer, data))
+    squares = sum(float(p.grad.to_dense().square().sum()) for p in model.parameters())
+    assert model[0].weight.grad.is_sparse
+    assert judged[0][1] == pytest.approx(-0.1 * squares)  # no layer, so only the gradient's part
+
+
 def test_an_error_in_the_second_run_leaves_no_trace() -> None:
     model = Noisy()
     optimizer = kfac(model, damping=LevenbergMarquardt(0.1, every=1))

@@ -60,7 +60,7 @@ class Trial:
             )
         if self._model is not None and not self._ours.observer.called:
             raise RuntimeError(
-                f"{self._reason} has observed nothing: call optimizer.observe(outputs, "
+                "rescale='quadratic' has observed nothing: call optimizer.observe(outputs, "
                 "likelihood=...) in the closure, between the forward pass and backward()."
             )
         if self._damping is not None:
