@@ -126,7 +126,8 @@ def layers(optimizer: kronfac.KFAC) -> dict[str, Any]:
 
 def factors(optimizer: kronfac.KFAC, side: str) -> dict[str, Tensor]:
     """The averaged factor of each layer that has one."""
-    means = {name: state.running[side].mean() for name, state in layers(optimizer).items()}
+    having = {name: state for name, state in layers(optimizer).items() if side in state.running}
+    means = {name: state.running[side].mean() for name, state in having.items()}
     return {name: mean for name, mean in means.items() if mean is not None}
 
 

@@ -1,8 +1,16 @@
 """Second-order training for PyTorch models: K-FAC in one line."""
 
 from kronfac import layers
+from kronfac.damping import LevenbergMarquardt
 from kronfac.kfac import KFAC, param_groups
 from kronfac.layers import register_layer
 
 __version__ = "0.1.0"
-__all__ = ["KFAC", "__version__", "layers", "param_groups", "register_layer"]
+__all__ = [
+    "KFAC",
+    "LevenbergMarquardt",
+    "__version__",
+    "layers",
+    "param_groups",
+    "register_layer",
+]

@@ -123,6 +123,11 @@ class Capture:
         self._watches.clear()
         self.due = False
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is observed at this moment."""
+        return self._paused > 0
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Observe nothing inside."""

@@ -20,14 +20,15 @@ Pattern = str | type[nn.Module]
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Sharing = Literal["expand", "reduce"]
 SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
-Rescale = Literal["kl-clip", "graft", "unit"]
+Rescale = Literal["kl-clip", "graft", "unit", "quadratic"]
+RescaleOption = Literal["auto", "kl-clip", "graft", "unit", "quadratic"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
     "sharing": ("expand", "reduce"),
     "solver": ("auto", "eigen", "cholesky", "newton-schulz"),
-    "rescale": (None, "kl-clip", "graft", "unit"),
+    "rescale": (None, "kl-clip", "graft", "unit", "quadratic"),
     "on_missing": ("warn", "raise", "ignore"),
 }
 
@@ -73,10 +74,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                supported = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={value!r} is not supported; choose one of {supported}.")
+            _check_choice(name, getattr(self, name), choices)
         for name in ("nesterov", "early_refresh", "stagger"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -136,6 +134,20 @@ class Schedules:
         result = value(step)
         _CHECKS[name](f"{name}(step={step})", result)
         return result
+
+
+def resolve_rescale(value: RescaleOption | None, adaptive_damping: bool) -> Rescale | None:
+    """Resolve ``"auto"``: graft, unless the damping needs the length of a step as its lever."""
+    _check_choice("rescale", value, ("auto", *_CHOICES["rescale"]))
+    if value == "auto":
+        return None if adaptive_damping else "graft"
+    return value
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        supported = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {supported}.")
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -58,6 +58,17 @@ def sampled_gradient(
     return chance.scatter_add(-1, label[..., None], -torch.ones_like(chance[..., :1]))
 
 
+def hessian_product(outputs: Tensor, likelihood: Likelihood, vectors: Tensor) -> Tensor:
+    """``H x`` for a vector ``x`` per loss term, shaped like ``outputs``."""
+    if likelihood == "gaussian":
+        return vectors
+    if likelihood == "bernoulli":
+        chance = outputs.sigmoid()
+        return chance * (1 - chance) * vectors
+    chance = outputs.softmax(-1)
+    return chance * (vectors - (chance * vectors).sum(-1, keepdim=True))
+
+
 def exact_gradients(outputs: Tensor, likelihood: Likelihood) -> Iterator[Tensor]:
     """Columns of ``S``, one loss term per sample at a time, each shaped like ``outputs``.
 

@@ -16,13 +16,15 @@ from kronfac.config import (
     Number,
     Options,
     Pattern,
-    Rescale,
+    RescaleOption,
     Schedules,
     Sharing,
     SolverOption,
     as_patterns,
     no_matrix,
+    resolve_rescale,
 )
+from kronfac.damping import LevenbergMarquardt, as_schedule
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.methods.kfac import KFACBlock
@@ -37,7 +39,8 @@ class KFAC(Preconditioned):
     Args:
         model: the model to watch: plain or wrapped.
         base_optimizer: what takes the step: SGD, AdamW, RMSprop, NAdam, ...
-        damping: γ in ``(G ⊗ A + γI)⁻¹``, in units of the loss's curvature.
+        damping: γ in ``(G ⊗ A + γI)⁻¹``, in units of the loss's curvature; a
+            :class:`kronfac.LevenbergMarquardt` adapts itself and needs ``step(closure)``.
         factor_every: steps between updates of the statistics.
         refresh_every: steps between renewals of the solutions.
         decay: weight of the old statistics at each update; 0 keeps the newest, 1 is a plain mean.
@@ -49,7 +52,10 @@ class KFAC(Preconditioned):
         momentum: heavy ball taken before preconditioning; the base then usually has none.
         nesterov: look ahead with it.
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
-            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm).
+            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"quadratic"``
+            (learning rate and momentum from a quadratic model, over SGD with ``lr=1``; needs
+            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"graft"``, and ``None`` with a damping
+            that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
@@ -72,7 +78,7 @@ class KFAC(Preconditioned):
         model: nn.Module,
         base_optimizer: Optimizer,
         *,
-        damping: Number = 1e-4,
+        damping: Number | LevenbergMarquardt = 1e-4,
         factor_every: Count = 10,
         refresh_every: Count = 100,
         decay: Number = 0.95,
@@ -81,7 +87,7 @@ class KFAC(Preconditioned):
         solver: SolverOption = "auto",
         momentum: float = 0.0,
         nesterov: bool = False,
-        rescale: Rescale | None = "graft",
+        rescale: RescaleOption | None = "auto",
         kl_clip: float = 1e-3,
         early_refresh: bool = True,
         stagger: bool = False,
@@ -98,7 +104,7 @@ class KFAC(Preconditioned):
             solver=solver,
             momentum=momentum,
             nesterov=nesterov,
-            rescale=rescale,
+            rescale=resolve_rescale(rescale, isinstance(damping, LevenbergMarquardt)),
             kl_clip=kl_clip,
             early_refresh=early_refresh,
             stagger=stagger,
@@ -108,7 +114,7 @@ class KFAC(Preconditioned):
             exclude=as_patterns(exclude),
             on_missing=on_missing,
         )
-        schedules = Schedules(damping, factor_every, refresh_every, decay)
+        schedules = Schedules(as_schedule(damping), factor_every, refresh_every, decay)
         super().__init__(model, base_optimizer, options, schedules)
         self.grad_scaler = grad_scaler
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from kronfac.capture import Capture
 from kronfac.config import Fisher, check_count
 from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
+from kronfac.quadratic import Products
 from kronfac.statistics import count_dtype
 
 
@@ -17,6 +18,10 @@ class Observer:
     def __init__(self, capture: Capture, fisher: Fisher) -> None:
         self.capture = capture
         self.fisher = fisher
+        #: Whether there was a call since this was last set to false.
+        self.called = False
+        #: What the quadratic model collects in its own run of the closure.
+        self.products: Products | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
         self._saved_state: list[Tensor] = []
 
@@ -34,9 +39,11 @@ class Observer:
         Uses ``torch.autograd.grad``: no ``.grad`` is touched and nothing is reduced over ranks. Losses
         of single terms are not averaged here, so micro-batches need no common divisor.
         """
-        if not self.capture.options.sampled:
+        options = self.capture.options
+        if not options.sampled and options.rescale != "quadratic":
             raise ValueError(
-                f"observe() is for fisher='mc' or 'exact', not {self.fisher!r}, which needs no call."
+                "observe() is for fisher='mc' or 'exact' and for rescale='quadratic', "
+                f"not {self.fisher!r}, which needs no call."
             )
         check_likelihood(likelihood)
         check_count("samples", samples)
@@ -45,15 +52,17 @@ class Observer:
                 f"outputs have shape {tuple(outputs.shape)}; give [N, ..., C] with samples first "
                 "and classes or values last."
             )
-        if not self.capture.due:
+        self.called = True
+        if self.products is not None:
+            self._collect(self.products, outputs, likelihood, mask, ignore_index)
+        if self.capture.is_paused or not options.sampled or not self.capture.due:
             return
         if not self.capture.edges and not self.capture.calls.products:
             raise RuntimeError(
                 "observe() found no forward pass to observe: call it once after each forward in "
                 "training mode and before backward()."
             )
-        scores = outputs.detach()
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = _scores(outputs)
         weights = term_mask(scores, mask, ignore_index)
         self._share_terms(weights)
         if self.fisher == "exact":
@@ -66,6 +75,22 @@ class Observer:
             self._send(outputs, gradient * weights[..., None], number, share)
         self.capture.edges.clear()
         self.capture.calls.clear()
+
+    @staticmethod
+    def _collect(
+        products: Products,
+        outputs: Tensor,
+        likelihood: str,
+        mask: Tensor | None,
+        ignore_index: int | None,
+    ) -> None:
+        if not outputs.requires_grad:
+            raise RuntimeError(
+                "observe() got outputs without a graph: give what the model returned, not a "
+                "detached copy, and run the forward pass with gradients enabled."
+            )
+        weights = term_mask(_scores(outputs), mask, ignore_index)
+        products.add(outputs, likelihood, weights)  # type: ignore[arg-type]
 
     def _share_terms(self, weights: Tensor) -> None:
         """Tell the passes how many loss terms they have, by their share of the samples."""
@@ -127,3 +152,9 @@ class Observer:
         """Continue from a saved state."""
         self._saved_state[:] = [state.detach().cpu().clone()]
         self._generators.clear()
+
+
+def _scores(outputs: Tensor) -> Tensor:
+    """Outputs in at least single precision, without their graph."""
+    scores = outputs.detach()
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

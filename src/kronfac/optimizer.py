@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 
 from kronfac import checkpoint
 from kronfac.config import Count, Number, Options, Schedules, check_scaler
+from kronfac.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
 from kronfac.hooks import remove_inert_hooks
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner
-from kronfac.refusals import check_base, check_model
+from kronfac.refusals import check_base, check_curvature, check_lever, check_model
 from kronfac.selection import plain_name, unwrap
 from kronfac.summary import describe
+from kronfac.trial import Trial
 
 
 class Preconditioned(Optimizer, ABC):
@@ -94,33 +96,48 @@ class Preconditioned(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Run the closure if there is one, precondition the gradients, step the base optimizer."""
+        """Run the closure if there is one, precondition the gradients, step the base optimizer.
+
+        :class:`kronfac.LevenbergMarquardt` and ``rescale="quadratic"`` need the closure and run it
+        again on the same random numbers; the loss of the first run is returned, and further runs
+        change neither buffers nor gradients nor statistics.
+        """
+        ours = self._preconditioner
+        trial = Trial(ours, self.param_groups, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ours = self._preconditioner
         if ours.is_empty_step(self.param_groups):
-            ours.allocate()
+            ours.allocate(self.param_groups)
             self.base.step()
             return loss
+        trial.begin(loss)
         ours.run(self.param_groups)
+        trial.choose_update()
         with ours.phases("base"):
             self.base.step()
+        trial.judge()
         ours.advance()
         return loss
 
     # --- hyperparameters that may change --------------------------------------------------------
 
     @property
-    def damping(self) -> Number:
-        """The damping γ, in units of the loss's curvature."""
-        value: Number = self._get("damping")
-        return value
+    def damping(self) -> Number | LevenbergMarquardt:
+        """The damping γ as it was given; ``stats()["damping"]`` is its value now."""
+        value = self._get("damping")
+        given: Number | LevenbergMarquardt = (
+            value.rule if isinstance(value, AdaptiveDamping) else value
+        )
+        return given
 
     @damping.setter
-    def damping(self, value: Number) -> None:
-        self._set("damping", value)
+    def damping(self, value: Number | LevenbergMarquardt) -> None:
+        ours = self._preconditioner
+        check_lever(value, ours.options.rescale)
+        check_curvature(value, ours.layers.values())
+        self._set("damping", as_schedule(value))
 
     @property
     def factor_every(self) -> Count:
@@ -184,7 +201,7 @@ class Preconditioned(Optimizer, ABC):
         """Observe the Fisher of the model's own distribution, for ``fisher="mc"`` and ``"exact"``.
 
         Call it once after each forward pass and before ``backward()``. It does nothing on steps that
-        take no statistics.
+        take no statistics. ``rescale="quadratic"`` needs it as well, with any Fisher.
 
         Args:
             outputs: what the likelihood's parameters are, ``[N, ..., C]``: samples first, classes or
@@ -245,7 +262,9 @@ class Preconditioned(Optimizer, ABC):
             lazy = isinstance(parameter, UninitializedParameter)
             left_out[name] = (0 if lazy else parameter.numel(), reason)
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
-        return describe(title, states, left_out)
+        updates = trained if ours.quadratic is not None else set()
+        held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
+        return describe(title, states, left_out, sum(p.numel() * p.element_size() for p in held))
 
     def __repr__(self) -> str:
         return self.summary()

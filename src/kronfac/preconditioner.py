@@ -16,10 +16,13 @@ from kronfac import checkpoint
 from kronfac.capture import Capture
 from kronfac.compiled import anything_compiled
 from kronfac.config import Options, Schedules
+from kronfac.damping import AdaptiveDamping
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers.attention import output_projections
 from kronfac.observe import Observer
 from kronfac.phases import Phases
+from kronfac.quadratic import QuadraticModel
+from kronfac.refusals import check_curvature, check_lever, check_plain_steps
 from kronfac.rescale import Update, graft, kl_clip_factor, unit
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
@@ -41,6 +44,7 @@ class Preconditioner:
         schedules: Schedules,
         make_block: BlockFactory,
     ) -> None:
+        check_lever(schedules.get("damping"), options.rescale)
         self.model = model
         self.options = options
         self.schedules = schedules
@@ -49,6 +53,7 @@ class Preconditioner:
         self.phases = Phases()
         self.capture = Capture(options, self.phases)
         self.observer = Observer(self.capture, options.fisher)
+        self.quadratic = QuadraticModel() if options.rescale == "quadratic" else None
         self.layers: dict[tuple[nn.Parameter, str], LayerState] = {}
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
@@ -61,6 +66,7 @@ class Preconditioner:
         """Watch every selected layer whose weight is trained and that is not watched yet."""
         if self.detached:
             return
+        check_plain_steps(self.options.rescale, groups)
         trained = {p for group in groups for p in group["params"]}
         options = self.options
         selection = Selection(self.model, options.include, options.exclude, options.refusal)
@@ -76,6 +82,7 @@ class Preconditioner:
                 per_sample=self.options.sharing == "reduce",
                 has_momentum=self.options.momentum > 0,
             )
+            check_curvature(self.schedules.get("damping"), [state])
             state.note = selection.notes.get(layer.name, "")
             self.layers[layer.key] = state
             for module in (layer.module, *others):
@@ -134,8 +141,10 @@ class Preconditioner:
         grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
 
-    def allocate(self) -> None:
+    def allocate(self, groups: ParamGroups) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
+        if self.quadratic is not None:
+            self.quadratic.allocate([p for group in groups for p in group["params"]])
         for state in self.layers.values():
             state.allocate()
             self.observer.allocate(state.layer.weight.device)
@@ -150,7 +159,7 @@ class Preconditioner:
             self._fold(state, normaliser, decay)
             state.has_news = True
         self.clock.mark_factor()
-        self._count("factor_updates")
+        self.count("factor_updates")
 
     def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
         pending = state.pending
@@ -244,7 +253,7 @@ class Preconditioner:
                 )
         else:
             state.solution, state.solved_at, state.failures_in_a_row = solution, step, 0
-            self._count("refreshes")
+            self.count("refreshes")
         if state.last_refresh is None and self.options.stagger and state.offset:
             interval = int(self.schedules.at("refresh_every", step))
             state.last_refresh = step + state.offset - interval
@@ -289,8 +298,8 @@ class Preconditioner:
         factor: float | Tensor = 1.0
         if rule == "kl-clip":
             factor = kl_clip_factor([update for _, update in updates], self.options.kl_clip)
-            self._count("kl_clip_steps")
-            self._count("kl_clip_active", (factor < 1).to(torch.int64))
+            self.count("kl_clip_steps")
+            self.count("kl_clip_active", (factor < 1).to(torch.int64))
         for state, update in updates:
             if rule == "graft":
                 state.layer.write(graft(update))
@@ -301,7 +310,8 @@ class Preconditioner:
             else:
                 state.layer.write(update.after)
 
-    def _count(self, name: str, amount: int | Tensor = 1) -> None:
+    def count(self, name: str, amount: int | Tensor = 1) -> None:
+        """Add to a counter that :meth:`stats` shows."""
         self.counters[name] = self.counters.get(name, 0) + amount
 
     # --- looking and saving ---------------------------------------------------------------------
@@ -316,6 +326,11 @@ class Preconditioner:
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),
             "kl_clip_active": counters.get("kl_clip_active", 0),
+            "damping": float(self.schedules.at("damping", self.clock.step)),
+            "damping_raised": counters.get("damping_raised", 0),
+            "damping_lowered": counters.get("damping_lowered", 0),
+            "damping_rejected": counters.get("damping_rejected", 0),
+            **({} if self.quadratic is None else self.quadratic.coefficients),
             "dropped": {
                 s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
             },
@@ -332,12 +347,16 @@ class Preconditioner:
         shared: dict[str, Any] = {"step": step}
         last = -1 if self.clock.last_factor is None else self.clock.last_factor
         shared["last_factor"] = torch.tensor(last, dtype=torch.int64)
-        random = self.observer.random_state()
+        random, damping = self.observer.random_state(), self.schedules.get("damping")
         if random is not None:
             shared["random"] = random
+        if isinstance(damping, AdaptiveDamping):
+            shared["damping"] = torch.tensor(damping.current, dtype=torch.float64)
         for (parameter, _), state in self.layers.items():
             entry = found.setdefault(names[parameter], {})
             entry |= checkpoint.layer_entry(state) | shared
+        for parameter, update in ({} if self.quadratic is None else self.quadratic.last).items():
+            found.setdefault(names[parameter], {"step": step})["update"] = update
         return found
 
     def load_entries(
@@ -348,6 +367,11 @@ class Preconditioner:
         self.clock.step, self.clock.last_factor = 0, None
         for (parameter, _), state in self.layers.items():
             checkpoint.load_layer(state, entries.get(names[parameter], {}))
+        damping = self.schedules.get("damping")
+        if isinstance(damping, AdaptiveDamping):
+            damping.resume(entries.values())
+        if self.quadratic is not None:
+            self.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
         for entry in entries.values():
             if "step" in entry:
                 self.clock.step = int(entry["step"])

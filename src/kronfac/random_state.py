@@ -10,7 +10,7 @@ def random_state(device: torch.device) -> Tensor:
     """State of a device's default generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    state: Tensor = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 
 
@@ -19,4 +19,8 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
-        torch.get_device_module(device).set_rng_state(state, device)
+        torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+
+from kronfac.damping import AdaptiveDamping, LevenbergMarquardt
+from kronfac.layer_state import LayerState
 
 
 def check_model(model: object) -> None:
@@ -47,3 +52,39 @@ def check_base(base: object) -> None:
             f"{type(base).__name__} evaluates the loss inside its step and cannot use "
             "preconditioned gradients; use a base such as SGD, AdamW, RMSprop or NAdam."
         )
+
+
+def check_lever(damping: object, rescale: str | None) -> None:
+    """Raise if the damping adapts itself but a rule fixes the length that it should change."""
+    adaptive = isinstance(damping, AdaptiveDamping | LevenbergMarquardt)
+    if adaptive and rescale in ("graft", "unit"):
+        raise ValueError(
+            f"rescale={rescale!r} fixes the length of a step, so that damping=LevenbergMarquardt(...) "
+            "could not change it; build the optimizer with rescale=None, 'kl-clip' or 'quadratic'."
+        )
+
+
+def check_curvature(damping: object, states: Iterable[LayerState]) -> None:
+    """Raise if the damping adapts itself but a layer keeps no curvature without damping."""
+    if not isinstance(damping, AdaptiveDamping | LevenbergMarquardt):
+        return
+    for state in states:
+        if not state.block.undamped:
+            raise ValueError(
+                f"damping=LevenbergMarquardt(...) needs the undamped curvature of every layer, which "
+                f"layer {state.name!r} ({state.block.label}) does not keep; give solver='eigen'."
+            )
+
+
+def check_plain_steps(rescale: str | None, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if the quadratic model chooses the momentum but the base optimizer has its own."""
+    if rescale != "quadratic":
+        return
+    for number, group in enumerate(groups):
+        for name in ("momentum", "betas"):
+            if group.get(name):
+                raise ValueError(
+                    f"rescale='quadratic' chooses the momentum itself, but group {number} of the base "
+                    f"optimizer has {name}={group[name]!r}; use torch.optim.SGD(..., lr=1.0) without "
+                    "momentum."
+                )

@@ -12,7 +12,10 @@ _WIDTH = 80
 
 
 def describe(
-    title: str, states: Sequence[LayerState], left_out: Mapping[str, tuple[int, str]]
+    title: str,
+    states: Sequence[LayerState],
+    left_out: Mapping[str, tuple[int, str]],
+    update_bytes: int = 0,
 ) -> str:
     """Format layers, their sizes and memory, then every parameter that is left out and why."""
     lines = [title]
@@ -27,6 +30,8 @@ def describe(
         f"Memory: {_bytes(total)} for statistics and solutions, and another {_bytes(peak)} for a",
         "moment when statistics are taken.",
     ]
+    if update_bytes:
+        lines.append(f"The last update, which the quadratic model keeps: {_bytes(update_bytes)}.")
     notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
     if notes:
         lines += ["Notes:", *notes]

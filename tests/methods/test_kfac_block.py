@@ -355,3 +355,24 @@ def test_bytes_are_those_of_the_tensors(
 def test_diagonal_sides_cost_no_decomposition(solver: str) -> None:
     cost = make_block((3, 4), solver, 1).cost
     assert (cost.refresh_flops, cost.precondition_flops) == (0, 0)
+
+
+# --- the curvature itself --------------------------------------------------------------------
+
+
+@every_form
+@with_groups
+def test_quadratic_is_the_dense_form(
+    sides: tuple[int, int], max_dim: int, output_factor: bool, groups: tuple[int, ...]
+) -> None:
+    block = make_block((*groups, *sides), max_dim=max_dim, output_factor=output_factor)
+    means = make_means(block)
+    step = normal(*groups, *sides)
+    A, G = dense(block, means, "A"), dense(block, means, "G")
+    assert A is not None
+    G = torch.eye(sides[0], **DOUBLE).expand(*groups, -1, -1) if G is None else G
+    one_each = [A, G, step] if groups else [A[None], G[None], step[None]]
+    expected = [
+        v.flatten() @ torch.kron(g, a) @ v.flatten() for a, g, v in zip(*one_each, strict=True)
+    ]
+    assert_equal(block.quadratic(solve(block, means), step), torch.stack(expected).sum())

@@ -78,6 +78,9 @@ class Block(ABC):
     #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
     #: each call is observed when it happens and nothing is kept.
     holds_rows: bool = False
+    #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
+    #: and :meth:`quadratic` works.
+    undamped: bool = False
 
     def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
         """Contributions of a call's input side."""
@@ -106,6 +109,12 @@ class Block(ABC):
     def raw_columns(self, solution: Tensors) -> Tensor | None:
         """Columns ``[d_in]`` of which nothing is known and whose gradient passes as it is, if any."""
         return None
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """``vᵀFv`` of the undamped curvature for a step ``v: [*b, d_out, d_in]``, a scalar."""
+        raise NotImplementedError(
+            f"{self.label!r} keeps no curvature without damping; use a method and solver that does."
+        )
 
     @property
     @abstractmethod

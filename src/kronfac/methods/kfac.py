@@ -62,6 +62,7 @@ class KFACBlock(Block):
         self.widths = {"A": d_in, "G": d_out}
         dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
         self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
+        self.undamped = self.solver == "eigen"
         marks = {"diagonal": " diag", "identity": " = I"}
         forms = [f"{side}{marks[form]}" for side, form in self.forms.items() if form in marks]
         self.label = ", ".join([self.solver, *forms])
@@ -185,14 +186,26 @@ class KFACBlock(Block):
             inverse = solution["G.inverse"]
             return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
-        turned = gradient if rotate_out is None else rotate_out.mT @ gradient
-        turned = turned if rotate_in is None else turned @ rotate_in
-        curvature = solution["A.values"][..., None, :]
-        if self.forms["G"] != "identity":
-            curvature = solution["G.values"][..., None] * curvature
-        turned = turned / (curvature + damping)
+        turned = self._turn(solution, gradient) / (self._eigenvalues(solution) + damping)
         turned = turned if rotate_in is None else turned @ rotate_in.mT
         return turned if rotate_out is None else rotate_out @ turned
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """See :meth:`Block.quadratic`."""
+        if self.solver != "eigen":
+            return super().quadratic(solution, step)
+        return (self._turn(solution, step).square() * self._eigenvalues(solution)).sum()
+
+    def _turn(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """Express a matrix ``[*b, d_out, d_in]`` in the eigenbasis."""
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = matrix if rotate_out is None else rotate_out.mT @ matrix
+        return turned if rotate_in is None else turned @ rotate_in
+
+    def _eigenvalues(self, solution: Tensors) -> Tensor:
+        """Eigenvalues of ``G ⊗ A`` as a matrix, or as a row that stands for all of them."""
+        values = solution["A.values"][..., None, :]
+        return values if self.forms["G"] == "identity" else solution["G.values"][..., None] * values
 
     # --- cost -----------------------------------------------------------------------------------
 

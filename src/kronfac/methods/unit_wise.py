@@ -20,6 +20,7 @@ class UnitWiseBlock(Block):
     """The curvature of a norm layer whose gradient is ``[C, 1, k]``, with k = 2, or 1 without a bias."""
 
     label = "unit-wise"
+    undamped = True
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, per_sample: bool) -> None:
         channels, _, size = shape
@@ -51,6 +52,12 @@ class UnitWiseBlock(Block):
             return gradient / (values + damping)[..., None]
         turned = (gradient.mT * vectors).sum(-2) / (values + damping)
         return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """See :meth:`Block.quadratic`."""
+        values, vectors = solution["F.values"], solution.get("F.vectors")
+        turned = step[..., 0, :] if vectors is None else (step.mT * vectors).sum(-2)
+        return (turned.square() * values).sum()
 
     @property
     def cost(self) -> Cost:
