@@ -8,7 +8,7 @@ is in training mode, gradients are enabled and the output requires one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -115,8 +115,8 @@ class Capture:
         if self._depth > 1:
             return
         self._note_forward(module)
-        if not self.due or self._paused:
-            return
+        if not self.due or self._paused or _inside_backward():
+            return  # in a backward, activation checkpointing repeats a forward that was seen
         self._notice_cleared_gradients()
         first = _first_tensor((args, kwargs))
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
@@ -139,7 +139,7 @@ class Capture:
             return
         scores = _first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
-            scores.register_hook(partial(_count_terms, seen))
+            _watch_gradient(scores, partial(_count_terms, seen))
 
     def _forward(
         self,
@@ -245,6 +245,15 @@ class Capture:
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
 
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """Take note of a scaler whose factor is already in what this step has observed."""
+        self.scaler = scaler
+        scale = getattr(scaler, "_scale", None)
+        if scale is None or self.options.sampled:
+            return
+        for state in self._states:
+            state.pending.divide_outputs(scale)
+
     def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
         if self.options.sampled:
@@ -314,6 +323,30 @@ def _first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> T
             if found is not None:
                 return found
     return None
+
+
+def _watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with the gradient of an output, or of what it is a copy of in another precision.
+
+    Trainers cast the outputs of a model to single precision, but a loss that the model has computed
+    itself comes from the tensor before that.
+    """
+    if torch.compiler.is_compiling():
+        output.register_hook(hook)
+        return
+    edge = get_gradient_edge(output)
+    node, index = edge.node, edge.output_nr
+    while node.name().startswith("ToCopyBackward"):
+        source, index = node.next_functions[0]
+        assert source is not None
+        node = source
+    node.register_prehook(partial(_pass_on, hook, index))
+
+
+def _pass_on(hook: Callable[[Tensor], None], index: int, grads: tuple[Tensor | None, ...]) -> None:
+    grad = grads[index]
+    if grad is not None:
+        hook(grad)
 
 
 def _count_terms(seen: Pass, grad: Tensor) -> None:

@@ -22,8 +22,9 @@ from kronfac.config import Count, Number, Options, Schedules, check_scaler
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner
-from kronfac.refusals import check_base, check_model
-from kronfac.selection import plain_name, unwrap
+from kronfac.refusals import check_base, check_model, check_tensors
+from kronfac.scaling import calling_scaler
+from kronfac.selection import outermost, plain_name, unwrap
 from kronfac.summary import describe
 
 
@@ -52,7 +53,8 @@ class Preconditioned(Optimizer, ABC):
         Optimizer.__setstate__(self, {})
         self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
         self._preconditioner.attach(self.param_groups)
-        self._preconditioner.capture.attach_model(model)
+        for module in outermost(model):
+            self._preconditioner.capture.attach_model(module)
 
     @abstractmethod
     def _make_block(self, layer: Layer, per_sample: bool) -> Block:
@@ -100,6 +102,8 @@ class Preconditioned(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         ours = self._preconditioner
+        if ours.capture.due:
+            check_tensors(ours.watched(), self.param_groups)
         if ours.is_empty_step(self.param_groups):
             ours.allocate()
             self.base.step()
@@ -161,6 +165,14 @@ class Preconditioned(Optimizer, ABC):
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         check_scaler(scaler)
         self._preconditioner.capture.scaler = scaler
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
+        scaler = calling_scaler()
+        if scaler is not None and self.grad_scaler is None:
+            self._preconditioner.capture.adopt(scaler)
+        return False
 
     def _get(self, name: str) -> Any:
         return self._preconditioner.schedules.get(name)

@@ -16,6 +16,7 @@ from kronfac import checkpoint
 from kronfac.capture import Capture
 from kronfac.config import Options, Schedules
 from kronfac.layer_state import BlockFactory, LayerState
+from kronfac.layers import Layer
 from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.rescale import Update, graft, kl_clip_factor, unit
@@ -87,6 +88,10 @@ class Preconditioner:
         self.detached = True
         self.capture.detach()
         self.layers.clear()
+
+    def watched(self) -> list[Layer]:
+        """Every layer that is watched."""
+        return [state.layer for state in self.layers.values()]
 
     # --- the step -------------------------------------------------------------------------------
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from kronfac.layers import Layer
+
 
 def check_model(model: object) -> None:
     """Raise unless the model can be watched in this process."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_deepspeed(model, "model")
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "torch.nn.DataParallel copies the model in every forward, so nothing can be observed; "
@@ -39,6 +44,7 @@ def check_base(base: object) -> None:
             f"base_optimizer must be a torch.optim.Optimizer, not {type(base).__name__}; build it "
             "first, for example torch.optim.SGD(model.parameters(), lr=0.1)."
         )
+    _refuse_deepspeed(base, "base optimizer")
     closure = inspect.signature(type(base).step).parameters.get("closure")
     if isinstance(base, torch.optim.LBFGS) or (
         closure is not None and closure.default is inspect.Parameter.empty
@@ -46,4 +52,29 @@ def check_base(base: object) -> None:
         raise ValueError(
             f"{type(base).__name__} evaluates the loss inside its step and cannot use "
             "preconditioned gradients; use a base such as SGD, AdamW, RMSprop or NAdam."
+        )
+
+
+def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if somebody has replaced the tensors of the model or of the parameter groups."""
+    trained = {p for group in groups for p in group["params"]}
+    for layer in layers:
+        if layer.weight.requires_grad and layer.weight not in trained:
+            raise RuntimeError(
+                f"the weight of layer {layer.name!r} is no longer in param_groups: DeepSpeed or another "
+                "wrapper that flattens parameters has replaced it, and K-FAC needs each layer's own "
+                "gradient; train without that wrapper."
+            )
+        if getattr(layer.module, "weight", None) is not layer.weight:
+            raise RuntimeError(
+                f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
+                "to_empty, sharding or assignment); build the optimizer after that."
+            )
+
+
+def _refuse_deepspeed(value: object, role: str) -> None:
+    if type(value).__module__.partition(".")[0] == "deepspeed":
+        raise ValueError(
+            f"the {role} is a {type(value).__name__} of DeepSpeed, which flattens parameters, so that "
+            "layers no longer have gradients of their own; K-FAC needs those: train without DeepSpeed."
         )

@@ -162,6 +162,16 @@ class Pending:
         self.held_inputs.clear()
         self.held_outputs.clear()
 
+    def divide_outputs(self, scale: Tensor) -> None:
+        """Take a factor out of the output gradients that have been observed so far."""
+        for name, statistic in self.block.statistics.items():
+            if statistic.source == "output" and name in self.sums:
+                total = self.sums[name]
+                for _ in range(statistic.degree):
+                    total.div_(scale.to(total.device, total.dtype))
+        for key, (rows, share) in self.held_outputs.items():
+            self.held_outputs[key] = (rows / scale.to(rows.device, rows.dtype), share)
+
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
         self.finite.clear()
