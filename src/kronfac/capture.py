@@ -121,8 +121,10 @@ class Capture:
         first = _first_tensor((args, kwargs))
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
-        self._current = self._latest = None if unknown or first is None else Pass(first.shape[0])
+        self._current = None if unknown or first is None else Pass(first.shape[0])
         self._recording = torch.is_grad_enabled()
+        if module.training and self._recording:  # layers beside an evaluation are none of it
+            self._latest = self._current
 
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
