@@ -65,7 +65,7 @@ def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> 
                 "wrapper that flattens parameters has replaced it, and K-FAC needs each layer's own "
                 "gradient; train without that wrapper."
             )
-        if getattr(layer.module, "weight", None) is not layer.weight:
+        if all(p is not layer.weight for p in layer.module.parameters()):
             raise RuntimeError(
                 f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
                 "to_empty, sharding or assignment); build the optimizer after that."

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 VOCABULARY, TOKENS = 11, 6
 
 
-def llama() -> LlamaForCausalLM:
-    """Two blocks, no dropout, the same weights at each call, in the default dtype."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def tiny_config(**options: Any) -> LlamaConfig:
+    """Two blocks, no dropout."""
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=8,
         intermediate_size=12,
@@ -20,8 +21,31 @@ def llama() -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=16,
+        **options,
     )
-    return LlamaForCausalLM(config).to(torch.get_default_dtype())
+
+
+def llama() -> LlamaForCausalLM:
+    """The same weights at each call, in the default dtype."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config()).to(torch.get_default_dtype())
+
+
+def opt() -> OPTForCausalLM:
+    """One that works in the model's own precision, except for its loss."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        word_embed_proj_dim=8,
+        ffn_dim=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        dropout=0.0,
+        enable_bias=False,  # the gradient of a key's bias is rounding only, which Adam would follow
+    )
+    return OPTForCausalLM(config).to(torch.get_default_dtype())
 
 
 def sentences(number: int) -> list[dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -81,3 +82,11 @@ def test_a_model_emptied_after_the_optimizer_was_made_is_refused() -> None:
     model.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match="build the optimizer after that"):
         step(model, optimizer, batch())
+
+
+def test_a_weight_that_is_pruned_later_is_still_the_same_tensor() -> None:
+    model = mlp()
+    optimizer = kfac(model, on_missing="ignore")
+    train(model, optimizer, range(2))
+    nn.utils.prune.l1_unstructured(model[0], "weight", amount=1)
+    train(model, optimizer, range(2))

@@ -251,3 +251,17 @@ def test_samples_are_counted_when_the_modules_own_forward_is_never_called(
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, kronfac.KFAC)
     assert set(counts(optimizer, "G").values()) == {float(SAMPLES)}
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_that_the_training_step_skips_does_no_harm(tmp_path: Path) -> None:
+    class Skips(Classifier):
+        def training_step(self, data: tuple[Tensor, Tensor], index: int) -> Tensor | None:  # type: ignore[override]
+            return None if index == 2 else super().training_step(data, index)
+
+    module = Skips()
+    trainer = fit(module, tmp_path, epochs=1)
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, kronfac.KFAC)
+    assert optimizer.stats()["steps"] == STEPS
+    assert all(torch.isfinite(p).all() for p in module.parameters())
