@@ -249,12 +249,13 @@ class Capture:
 
     def adopt(self, scaler: torch.amp.GradScaler) -> None:
         """Take note of a scaler whose factor is already in what this step has observed."""
-        self.scaler = scaler
-        scale = getattr(scaler, "_scale", None)
-        if scale is None or self.options.sampled:
+        known, self.scaler = self.scaler, scaler
+        if self.options.sampled:
             return
-        for state in self._states:
-            state.pending.divide_outputs(scale)
+        scale, before = (getattr(one, "_scale", None) for one in (scaler, known))
+        if scale is not None:
+            for state in self._states:
+                state.pending.divide_outputs(scale if before is None else scale / before)
 
     def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""

@@ -170,7 +170,7 @@ class Preconditioned(Optimizer, ABC):
     def _step_supports_amp_scaling(self) -> bool:
         """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
         scaler = calling_scaler()
-        if scaler is not None and self.grad_scaler is None:
+        if scaler is not None and scaler is not self.grad_scaler:
             self._preconditioner.capture.adopt(scaler)
         return False
 

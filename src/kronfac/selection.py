@@ -25,12 +25,12 @@ def outermost(model: nn.Module) -> list[nn.Module]:
     """Return the model and, inside it, each module that holds all of its parameters.
 
     A trainer's module may never be called itself: its training step calls ``self.net``, which then is
-    the outermost forward.
+    the outermost forward. The inside of a compiled module is left alone.
     """
     found = [model]
     while next(model.named_parameters(recurse=False), None) is None:
         holders = [m for m in model.children() if next(m.parameters(), None) is not None]
-        if len(holders) != 1:
+        if len(holders) != 1 or hasattr(model, "_orig_mod"):
             break
         model = holders[0]
         found.append(model)

@@ -233,8 +233,9 @@ class Normaliser:
         if self.loss_average == "token":
             if seen.terms is None:
                 raise RuntimeError(
-                    "loss_average='token' could not count the loss terms: no output of the model "
-                    "received a gradient. Give the number that the loss was divided by instead."
+                    "loss_average='token' could not count the loss terms: the model's own forward was "
+                    "not called, or no output of it received a gradient. Call the model as a whole, or "
+                    "give the number that the loss was divided by."
                 )
             return seen.terms
         return float(seen.samples)
