@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 VOCABULARY, TOKENS = 11, 6
 
@@ -46,6 +46,18 @@ def opt() -> OPTForCausalLM:
         enable_bias=False,  # the gradient of a key's bias is rounding only, which Adam would follow
     )
     return OPTForCausalLM(config).to(torch.get_default_dtype())
+
+
+def bert_config() -> BertConfig:
+    """An encoder with biases, norms and a pooler."""
+    return BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+    )
 
 
 def sentences(number: int) -> list[dict[str, Tensor]]:

@@ -1,5 +1,7 @@
 """transformers.Trainer ends with the same parameters as the plain loop that it stands for."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import (
+    BertModel,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
@@ -21,7 +24,14 @@ from transformers import (
 
 import kronfac
 from kronfac.huggingface import optimizer_cls_and_kwargs
-from tests.integrations.language_model import llama, opt, sentences, stacked, tiny_config
+from tests.integrations.language_model import (
+    bert_config,
+    llama,
+    opt,
+    sentences,
+    stacked,
+    tiny_config,
+)
 from tests.training import assert_close, assert_same, counts, differs, mlp, parameters
 
 STEPS, SAMPLES = 6, 8
@@ -280,6 +290,26 @@ def test_weight_decay_may_be_given_to_trainer_or_to_the_factory(tmp_path: Path) 
         name for name, _ in ours.model.named_parameters() if "norm" in name
     }
     assert_same(parameters(ours.model), parameters(theirs.model))
+
+
+@pytest.mark.parametrize("make", [llama, opt, lambda: BertModel(bert_config())])
+def test_the_rule_for_weight_decay_is_trainers_own(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    cls, options = optimizer_cls_and_kwargs(model, lr=0.1, weight_decay=0.1)
+    found = decays(cls(model.parameters(), **options), model)
+    names = set(Trainer.get_decay_parameter_names(None, model))
+    assert {name for name, decay in found.items() if decay} == names & set(found)
+
+
+def test_a_copy_goes_on_as_the_original_does() -> None:
+    model = llama()
+    cls, options = optimizer_cls_and_kwargs(model, SGD, lr=0.1, **OPTIONS)
+    optimizer = cls(model.parameters(), **options)
+    both = copy.deepcopy((model, optimizer))
+    for one, steps in ((model, optimizer), both):
+        one(**stacked(sentences(4))).loss.backward()
+        steps.step()
+    assert_same(parameters(both[0]), parameters(model))
 
 
 def test_two_different_weight_decays_are_refused(tmp_path: Path) -> None:
