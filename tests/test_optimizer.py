@@ -81,7 +81,7 @@ def test_the_first_step_is_already_preconditioned() -> None:
 def test_nothing_of_a_fused_base_shows_through() -> None:
     model = mlp()
     optimizer = kfac(model, SGD(model.parameters(), lr=0.1, fused=True))
-    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+    assert not optimizer._step_supports_amp_scaling
 
 
 @pytest.mark.parametrize("name", ["_optimizer", "_strategy"])

@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 def test_the_output_projection_of_attention_is_preconditioned() -> None:
     model = Attention()
-    optimizer = frozen_kfac(model)
+    optimizer = frozen_kfac(model, damping=1e-4)
     before, after = applied(model, optimizer, batch(shape=(5, 4)))
     assert optimizer.stats()["without_solution"] == []
     changed, raw = after["attention.out_proj.weight"], before["attention.out_proj.weight"]

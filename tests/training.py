@@ -133,7 +133,8 @@ def factors(optimizer: kronfac.KFAC, side: str) -> dict[str, Tensor]:
 
 def counts(optimizer: kronfac.KFAC, side: str) -> dict[str, float]:
     """How many rows (A) or samples (G) each layer has counted."""
-    running = {name: state.running[side] for name, state in layers(optimizer).items()}
+    having = {name: state for name, state in layers(optimizer).items() if side in state.running}
+    running = {name: state.running[side] for name, state in having.items()}
     return {name: 0.0 if r.count is None else float(r.count) for name, r in running.items()}
 
 

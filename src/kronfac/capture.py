@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
 from kronfac.config import Options
-from kronfac.hooks import Hook, first_tensor
+from kronfac.hooks import Hook, first_tensor, watch_gradient
 from kronfac.layer_state import LayerState
 from kronfac.layers.attention import OUTPUT, AttentionProjection
 from kronfac.phases import Phases
@@ -65,6 +65,8 @@ class Capture:
         self._latest: Pass | None = None
         self._recording = False
         self.forward_seen = False
+        #: Whether the hook of any layer has ever been called outside a compiled graph.
+        self.hooks_work = False
         self._implicit: dict[int, Pass] = {}
         self._unrecorded: dict[nn.Module, list[Pass]] = {}
 
@@ -181,17 +183,24 @@ class Capture:
         if self._depth == 0:
             self._note_forward(module)
         self._depth += 1
-        if self._depth == 1 and self.due and not self._paused:
-            self._set_current(self.new_pass(first_tensor((args, kwargs))))
-            self._recording = torch.is_grad_enabled()
+        if self._depth > 1 or not self.due or self._paused or _inside_backward():
+            return  # in a backward, activation checkpointing repeats a forward that was seen
+        self._recording = torch.is_grad_enabled()
+        trains = module.training and self._recording
+        self._set_current(self.new_pass(first_tensor((args, kwargs)), trains))
 
-    def new_pass(self, first: Tensor | None) -> Pass | None:
-        """The pass of a forward whose first tensor this is."""
+    def new_pass(self, first: Tensor | None, trains: bool) -> Pass | None:
+        """The pass of a forward whose first tensor this is.
+
+        Layers that are called beside an evaluation do not belong to it.
+        """
         self._notice_cleared_gradients()
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
-        self._latest = None if unknown or first is None else Pass(first.shape[0])
-        return self._latest
+        seen = None if unknown or first is None else Pass(first.shape[0])
+        if trains:
+            self._latest = seen
+        return seen
 
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -207,7 +216,7 @@ class Capture:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
-            scores.register_hook(seen.count_terms)
+            watch_gradient(scores, seen.count_terms)
 
     @property
     def _counts_terms(self) -> bool:
@@ -223,6 +232,7 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
+        self.hooks_work = True
         self._note_forward(module)
         if not self.due or not module.training:
             return None
@@ -376,6 +386,16 @@ class Capture:
         """Undo a gradient scaler's factor without reading it back."""
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
+
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """Take note of a scaler whose factor is already in what this step has observed."""
+        known, self.scaler = self.scaler, scaler
+        if self.options.sampled:
+            return
+        scale, before = (getattr(one, "_scale", None) for one in (scaler, known))
+        if scale is not None:
+            for state in self.states:
+                state.pending.divide_outputs(scale if before is None else scale / before)
 
     def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""

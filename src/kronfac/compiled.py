@@ -94,9 +94,9 @@ def register(capture: Capture) -> int:
 
 
 @torch.library.custom_op("kronfac::open", mutates_args=())
-def _open(first: Tensor, capture: int, site: int) -> Tensor:
+def _open(first: Tensor, trains: bool, capture: int, site: int) -> Tensor:
     found = _CAPTURES.get(capture)
-    seen = None if found is None else found.new_pass(first)
+    seen = None if found is None else found.new_pass(first, trains)
     return _ticket(-1 if found is None or seen is None else found.calls.add_pass(seen))
 
 
@@ -212,7 +212,10 @@ class TracedModel:
             return
         first = first_tensor((args, kwargs))
         if switch.depth == 0 and first is not None:
-            switch.open_pass = torch.ops.kronfac.open(first.detach(), self.capture, _new_site())
+            trains = module.training and torch.is_grad_enabled()
+            switch.open_pass = torch.ops.kronfac.open(
+                first.detach(), trains, self.capture, _new_site()
+            )
         switch.depth += 1
 
     def close(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 
 class Hook:
@@ -70,3 +72,24 @@ def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Te
             if found is not None:
                 return found
     return None
+
+
+def watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with the gradient of an output, or of what it is a copy of in another precision.
+
+    Trainers cast the outputs of a model to single precision, but a loss that the model has computed
+    itself comes from the tensor before that.
+    """
+    edge = get_gradient_edge(output)
+    node, index = edge.node, edge.output_nr
+    while node.name().startswith("ToCopyBackward"):
+        source, index = node.next_functions[0]
+        assert source is not None
+        node = source
+    node.register_prehook(partial(_pass_on, hook, index))
+
+
+def _pass_on(hook: Callable[[Tensor], None], index: int, grads: tuple[Tensor | None, ...]) -> None:
+    grad = grads[index]
+    if grad is not None:
+        hook(grad)

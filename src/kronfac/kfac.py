@@ -67,7 +67,8 @@ class KFAC(Preconditioned):
         exclude: not these modules.
         on_missing: what to do about a layer with a gradient that was never observed: ``"warn"``,
             ``"raise"`` or ``"ignore"``.
-        grad_scaler: the ``torch.amp.GradScaler`` in use, if any; its factor is in what is observed.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, whose factor is in what is observed; one that
+            steps this optimizer is found by itself.
 
     ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,
     and may be set as attributes later.

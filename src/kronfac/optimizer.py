@@ -23,8 +23,9 @@ from kronfac.hooks import remove_inert_hooks
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner
-from kronfac.refusals import check_base, check_curvature, check_lever, check_model
-from kronfac.selection import plain_name, unwrap
+from kronfac.refusals import check_base, check_curvature, check_lever, check_model, check_tensors
+from kronfac.scaling import calling_scaler
+from kronfac.selection import outermost, plain_name, unwrap
 from kronfac.summary import describe
 from kronfac.trial import Trial
 
@@ -54,7 +55,8 @@ class Preconditioned(Optimizer, ABC):
         Optimizer.__setstate__(self, {})
         self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
         self._preconditioner.attach(self.param_groups)
-        self._preconditioner.capture.attach_model(model)
+        for module in outermost(model):
+            self._preconditioner.capture.attach_model(module)
 
     @abstractmethod
     def _make_block(self, layer: Layer, per_sample: bool) -> Block:
@@ -108,6 +110,8 @@ class Preconditioned(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if ours.capture.due:
+            check_tensors(ours.watched(), self.param_groups)
         if ours.is_empty_step(self.param_groups):
             ours.allocate(self.param_groups)
             self.base.step()
@@ -178,6 +182,14 @@ class Preconditioned(Optimizer, ABC):
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         check_scaler(scaler)
         self._preconditioner.capture.scaler = scaler
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
+        scaler = calling_scaler()
+        if scaler is not None and scaler is not self.grad_scaler:
+            self._preconditioner.capture.adopt(scaler)
+        return False
 
     def _get(self, name: str) -> Any:
         return self._preconditioner.schedules.get(name)

@@ -18,6 +18,7 @@ from kronfac.compiled import anything_compiled
 from kronfac.config import Options, Schedules
 from kronfac.damping import AdaptiveDamping
 from kronfac.layer_state import BlockFactory, LayerState
+from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.observe import Observer
 from kronfac.phases import Phases
@@ -101,6 +102,10 @@ class Preconditioner:
         self.detached = True
         self.capture.detach()
         self.layers.clear()
+
+    def watched(self) -> list[Layer]:
+        """Every layer that is watched."""
+        return [state.layer for state in self.layers.values()]
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -198,7 +203,8 @@ class Preconditioner:
                 f"fisher={self.options.fisher!r} has observed nothing: call "
                 "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
             )
-        if missing and len(missing) == len(sources) and anything_compiled():
+        nothing = bool(missing) and len(missing) == len(sources)
+        if nothing and not self.capture.hooks_work and anything_compiled():
             listed = ", ".join(repr(state.name) for state in missing)
             raise RuntimeError(
                 f"nothing was captured for {listed}: a compiled model does not notice hooks that are "

@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from kronfac.damping import AdaptiveDamping, LevenbergMarquardt
 from kronfac.layer_state import LayerState
+from kronfac.layers import Layer
 
 
 def check_model(model: object) -> None:
     """Raise unless the model can be watched in this process."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    _refuse_deepspeed(model, "model")
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "torch.nn.DataParallel copies the model in every forward, so nothing can be observed; "
@@ -44,6 +46,7 @@ def check_base(base: object) -> None:
             f"base_optimizer must be a torch.optim.Optimizer, not {type(base).__name__}; build it "
             "first, for example torch.optim.SGD(model.parameters(), lr=0.1)."
         )
+    _refuse_deepspeed(base, "base optimizer")
     closure = inspect.signature(type(base).step).parameters.get("closure")
     if isinstance(base, torch.optim.LBFGS) or (
         closure is not None and closure.default is inspect.Parameter.empty
@@ -88,3 +91,28 @@ def check_plain_steps(rescale: str | None, groups: Iterable[Mapping[str, Any]]) 
                     f"optimizer has {name}={group[name]!r}; use torch.optim.SGD(..., lr=1.0) without "
                     "momentum."
                 )
+
+
+def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if somebody has replaced the tensors of the model or of the parameter groups."""
+    trained = {p for group in groups for p in group["params"]}
+    for layer in layers:
+        if layer.weight.requires_grad and layer.weight not in trained:
+            raise RuntimeError(
+                f"the weight of layer {layer.name!r} is no longer in param_groups: DeepSpeed or another "
+                "wrapper that flattens parameters has replaced it, and K-FAC needs each layer's own "
+                "gradient; train without that wrapper."
+            )
+        if all(p is not layer.weight for p in layer.module.parameters()):
+            raise RuntimeError(
+                f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
+                "to_empty, sharding or assignment); build the optimizer after that."
+            )
+
+
+def _refuse_deepspeed(value: object, role: str) -> None:
+    if type(value).__module__.partition(".")[0] == "deepspeed":
+        raise ValueError(
+            f"the {role} is a {type(value).__name__} of DeepSpeed, which flattens parameters, so that "
+            "layers no longer have gradients of their own; K-FAC needs those: train without DeepSpeed."
+        )

@@ -25,6 +25,22 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def outermost(model: nn.Module) -> list[nn.Module]:
+    """Return the model and, inside it, each module that holds all of its parameters.
+
+    A trainer's module may never be called itself: its training step calls ``self.net``, which then is
+    the outermost forward. The inside of a compiled module is left alone.
+    """
+    found = [model]
+    while next(model.named_parameters(recurse=False), None) is None:
+        holders = [m for m in model.children() if next(m.parameters(), None) is not None]
+        if len(holders) != 1 or hasattr(model, "_orig_mod"):
+            break
+        model = holders[0]
+        found.append(model)
+    return found
+
+
 def plain_name(name: str) -> str:
     """Remove what ``torch.compile`` puts into the names of compiled submodules."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")

@@ -166,6 +166,16 @@ class Pending:
         self.held_inputs.clear()
         self.held_outputs.clear()
 
+    def divide_outputs(self, scale: Tensor) -> None:
+        """Take a factor out of the output gradients that have been observed so far."""
+        for name, statistic in self.block.statistics.items():
+            if statistic.source == "output" and name in self.sums:
+                total = self.sums[name]
+                for _ in range(statistic.degree):
+                    total.div_(scale.to(total.device, total.dtype))
+        for key, (rows, share) in self.held_outputs.items():
+            self.held_outputs[key] = (rows / scale.to(rows.device, rows.dtype), share)
+
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
         self.finite.clear()
@@ -227,8 +237,9 @@ class Normaliser:
         if self.loss_average == "token":
             if seen.terms is None:
                 raise RuntimeError(
-                    "loss_average='token' could not count the loss terms: no output of the model "
-                    "received a gradient. Give the number that the loss was divided by instead."
+                    "loss_average='token' could not count the loss terms: the model's own forward was "
+                    "not called, or no output of it received a gradient. Call the model as a whole, or "
+                    "give the number that the loss was divided by."
                 )
             return seen.terms
         return float(seen.samples)
