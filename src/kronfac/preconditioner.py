@@ -7,12 +7,14 @@ them. In one process nothing travels, so that *share* and *spread* are empty.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kronfac import checkpoint
+from kronfac.batching import Batches
 from kronfac.capture import Capture
 from kronfac.compiled import anything_compiled
 from kronfac.config import Options, Schedules
@@ -24,7 +26,7 @@ from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.quadratic import QuadraticModel
 from kronfac.refusals import check_curvature, check_lever, check_plain_steps
-from kronfac.rescale import Update, graft, kl_clip_factor, unit
+from kronfac.rescale import Update, graft_factors, kl_clip_factor, unit_factor
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
 from kronfac.statistics import Normaliser
@@ -59,6 +61,7 @@ class Preconditioner:
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
+        self._batches = Batches()
         self._warned: set[str] = set()
 
     # --- attaching ------------------------------------------------------------------------------
@@ -88,6 +91,7 @@ class Preconditioner:
             self.layers[layer.key] = state
             for module in (layer.module, *others):
                 watched.setdefault(hosts.get(module, module), []).append(state)
+        self._batches.clear()
         for module, states in watched.items():
             self.capture.attach_module(module, states)
         if self.options.stagger:
@@ -102,6 +106,7 @@ class Preconditioner:
         self.detached = True
         self.capture.detach()
         self.layers.clear()
+        self._batches.clear()
 
     def watched(self) -> list[Layer]:
         """Every layer that is watched."""
@@ -272,19 +277,21 @@ class Preconditioner:
         rates: dict[nn.Parameter, float | Tensor] = {}
         if self.options.rescale == "kl-clip":
             rates = {p: group["lr"] for group in groups for p in group["params"]}
-        updates = []
+        gradients = {}
         for state in self.layers.values():
             if not state.has_gradient:
                 continue
             if state.layer.stale():
                 state.reset()
             before = self._with_momentum(state, state.layer.gradient())
-            if state.solved_at is None or state.solution is None:
-                continue
-            after = state.block.precondition(state.solution, before, damping)
+            if state.solved_at is not None and state.solution is not None:
+                gradients[state] = before
+        updates = []
+        for state, after in self._batches.precondition(gradients, damping).items():
+            assert state.solution is not None
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
             raw = state.block.raw_columns(state.solution)
-            updates.append((state, Update(before, after, own, raw)))
+            updates.append((state, Update(gradients[state], after, own, raw)))
         return updates
 
     def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
@@ -300,21 +307,19 @@ class Preconditioner:
 
     def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
-        rule = self.options.rescale
-        factor: float | Tensor = 1.0
-        if rule == "kl-clip":
-            factor = kl_clip_factor([update for _, update in updates], self.options.kl_clip)
+        rule, steps = self.options.rescale, [update for _, update in updates]
+        factors: Sequence[float | Tensor] = [1.0] * len(steps)
+        if rule == "graft":
+            factors = graft_factors(steps)
+        elif rule == "unit":
+            factors = [unit_factor(step) for step in steps]
+        elif rule == "kl-clip":
+            factor = kl_clip_factor(steps, self.options.kl_clip)
+            factors = [factor] * len(steps)
             self.count("kl_clip_steps")
             self.count("kl_clip_active", (factor < 1).to(torch.int64))
-        for state, update in updates:
-            if rule == "graft":
-                state.layer.write(graft(update))
-            elif rule == "unit":
-                state.layer.write(unit(update))
-            elif rule == "kl-clip":
-                state.layer.write(update.times(factor))
-            else:
-                state.layer.write(update.after)
+        for (state, update), length in zip(updates, factors, strict=True):
+            state.layer.write(update.times(length))
 
     def count(self, name: str, amount: int | Tensor = 1) -> None:
         """Add to a counter that :meth:`stats` shows."""

@@ -26,7 +26,7 @@ class Update:
 
     def times(self, factor: float | Tensor) -> Tensor:
         """The step at another length."""
-        scaled = self.after * factor
+        scaled = self.after if isinstance(factor, float) and factor == 1 else self.after * factor
         return scaled if self.raw is None else torch.where(self.raw, self.before, scaled)
 
     def known(self, matrix: Tensor) -> Tensor:
@@ -34,18 +34,27 @@ class Update:
         return matrix if self.raw is None else matrix.masked_fill(self.raw, 0)
 
 
-def graft(update: Update) -> Tensor:
-    """Give the step the norm that the gradient had, ``v·‖g‖/‖v‖``."""
-    before, after = update.known(update.before), update.known(update.after)
-    return update.times(_ratio(before.norm(), after.norm()))
+def graft_factors(updates: Sequence[Update]) -> list[Tensor]:
+    """Factors that give each step the norm that its gradient had, ``‖g‖/‖v‖``."""
+    factors: dict[int, Tensor] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, update in enumerate(updates):
+        alike.setdefault((update.after.device, update.after.dtype), []).append(index)
+    for indices in alike.values():
+        chosen = [updates[index] for index in indices]
+        matrices = [update.known(update.before) for update in chosen]
+        matrices += [update.known(update.after) for update in chosen]
+        before, after = torch.stack(torch._foreach_norm(matrices)).chunk(2)
+        factors |= dict(zip(indices, _ratio(before, after).unbind(), strict=True))
+    return [factors[index] for index in range(len(updates))]
 
 
-def unit(update: Update) -> Tensor:
-    """Give each ``m × n`` matrix Muon's norm, ``√min(m, n)·√max(1, m/n)``."""
+def unit_factor(update: Update) -> Tensor:
+    """Factor that gives each ``m × n`` matrix Muon's norm, ``√min(m, n)·√max(1, m/n)``."""
     rows, columns = update.after.shape[-2:]
     target = math.sqrt(min(rows, columns) * max(1.0, rows / columns))
     norm = update.after.flatten(-2).norm(dim=-1)[..., None, None]
-    return update.times(_ratio(torch.full_like(norm, target), norm))
+    return _ratio(torch.full_like(norm, target), norm)
 
 
 def kl_clip_factor(updates: Sequence[Update], bound: float) -> Tensor:

@@ -3,8 +3,17 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from kronfac.linalg.covariance import bordered, channel_gram, channel_rows, gram, with_ones
+from kronfac.linalg.covariance import (
+    bordered,
+    bordered_gram,
+    channel_gram,
+    channel_rows,
+    gram,
+    gram_flops,
+    with_ones,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +50,27 @@ def test_gram_of_a_transposed_view() -> None:
     torch.testing.assert_close(gram(x), second_moment(x))
 
 
-def test_halves_of_a_wide_gram_mirror_each_other_exactly() -> None:
-    product = gram(normal(100, 600))
-    assert torch.equal(product[:300, 300:], product[300:, :300].T)
+@pytest.mark.parametrize("width", [130, 600])
+def test_strips_of_a_wide_gram_mirror_each_other(width: int) -> None:
+    product = gram(normal(400, width))
+    torch.testing.assert_close(product, product.T)
+    assert torch.equal(product[:60, 80:], product[80:, :60].T)
+
+
+@pytest.mark.parametrize("width", [1, 64, 127, 128, 200, 512, 513, 1000])
+@pytest.mark.parametrize("rows", [3, 300, 1000])
+def test_gram_flops_are_those_of_the_products(width: int, rows: int) -> None:
+    with FlopCounterMode(display=False) as counter:
+        gram(normal(rows, width))
+    assert gram_flops(rows, width) == counter.get_total_flops()
+    if rows >= width >= 512:
+        assert gram_flops(rows, width) < 0.6 * 2 * rows * width**2
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (400, 200), (2, 90, 70)])
+def test_bordered_gram_is_the_gram_of_rows_with_ones(shape: tuple[int, ...]) -> None:
+    x = normal(*shape)
+    torch.testing.assert_close(bordered_gram(x), second_moment(with_ones(x)))
 
 
 # --- feature maps ----------------------------------------------------------------------------

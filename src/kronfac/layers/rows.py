@@ -12,7 +12,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from kronfac.linalg.covariance import bordered, channel_gram, channel_rows, gram, with_ones
+from kronfac.linalg.covariance import (
+    bordered,
+    bordered_gram,
+    channel_gram,
+    channel_rows,
+    gram,
+    with_ones,
+)
 from kronfac.linalg.patches import (
     Window,
     patch_squares,
@@ -77,8 +84,7 @@ class DenseRows(Rows):
     def covariance(self) -> Tensor:
         """See :meth:`Rows.covariance`."""
         flat = self.rows.flatten(-3, -2)
-        product = gram(flat)
-        return bordered(product, flat.sum(-2), self._size) if self.ones else product
+        return bordered_gram(flat) if self.ones else gram(flat)
 
     def squares(self) -> Tensor:
         """See :meth:`Rows.squares`."""

@@ -5,41 +5,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Below this width, or with few rows, one GEMM beats three half-sized ones (measured on AVX-512).
-_SPLIT_WIDTH = 256
+# Narrower strips than this, or more of them, cost more in calls than they save in products.
+_STRIP_WIDTH, _MAX_STRIPS = 64, 8
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``.
-
-    Wide matrices are split in halves and only three of the four blocks are multiplied; the fourth
-    is a transpose.
-    """
+    """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``."""
     width = rows.shape[-1]
-    if not _split_pays(*rows.shape[-2:]):
-        return rows.mT @ rows
-    half = width // 2
-    left, right = rows[..., :half], rows[..., half:]
     out = rows.new_empty(*rows.shape[:-2], width, width)
-    out[..., :half, :half] = gram(left)
-    out[..., half:, half:] = gram(right)
-    cross = left.mT @ right
-    out[..., :half, half:] = cross
-    out[..., half:, :half] = cross.mT
+    _gram_into(out, rows)
     return out
+
+
+def bordered_gram(rows: Tensor) -> Tensor:
+    """The same for rows that end with a one: ``[*b, R, d] -> [*b, d + 1, d + 1]``."""
+    count, width = rows.shape[-2:]
+    out = rows.new_empty(*rows.shape[:-2], width + 1, width + 1)
+    _gram_into(out[..., :width, :width], rows)
+    _fill_border(out, rows.sum(-2), count)
+    return out
+
+
+def _gram_into(out: Tensor, rows: Tensor) -> None:
+    """Multiply strips of the upper triangle only, and mirror them."""
+    for start, stop in _strips(*rows.shape[-2:]):
+        left, right = rows[..., start:stop].mT, rows[..., start:]
+        if rows.dim() == 2:
+            torch.mm(left, right, out=out[start:stop, start:])
+        else:
+            out[..., start:stop, start:] = left @ right
+        out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
 
 
 def gram_flops(rows: int, width: int) -> int:
     """FLOPs of :func:`gram` for one matrix of this size."""
-    if not _split_pays(rows, width):
-        return 2 * rows * width**2
-    half = width // 2
-    cross = 2 * rows * half * (width - half)
-    return gram_flops(rows, half) + gram_flops(rows, width - half) + cross
+    return sum(2 * rows * (stop - start) * (width - start) for start, stop in _strips(rows, width))
 
 
-def _split_pays(rows: int, width: int) -> bool:
-    return width >= _SPLIT_WIDTH and 2 * rows >= width
+def _strips(rows: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of columns; one for all of them where there are few rows to multiply."""
+    count = min(width // _STRIP_WIDTH, _MAX_STRIPS) if 2 * rows >= width else 1
+    size = -(-width // max(count, 1))
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
@@ -77,10 +84,14 @@ def bordered(covariance: Tensor, total: Tensor, count: float) -> Tensor:
     width = covariance.shape[-1]
     out = covariance.new_empty(*covariance.shape[:-2], width + 1, width + 1)
     out[..., :width, :width] = covariance
-    out[..., :width, width] = total
-    out[..., width, :width] = total
-    out[..., width, width] = count
+    _fill_border(out, total, count)
     return out
+
+
+def _fill_border(out: Tensor, total: Tensor, count: float) -> None:
+    out[..., :-1, -1] = total
+    out[..., -1, :-1] = total
+    out[..., -1, -1] = count
 
 
 def with_ones(rows: Tensor) -> Tensor:

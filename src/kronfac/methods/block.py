@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +105,14 @@ class Block(ABC):
     @abstractmethod
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         """Apply a solution to a gradient matrix ``[*b, d_out, d_in]``."""
+
+    @property
+    def signature(self) -> Hashable:
+        """Blocks of equal signatures can be applied together, with a leading dimension for them.
+
+        ``None`` if that is not so.
+        """
+        return None
 
     def raw_columns(self, solution: Tensors) -> Tensor | None:
         """Columns ``[d_in]`` of which nothing is known and whose gradient passes as it is, if any."""

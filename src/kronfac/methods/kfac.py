@@ -14,6 +14,7 @@ Inverse form (Cholesky, Newton-Schulz), with ``π² = (tr A/d_A)/(tr G/d_G)``:
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Literal
 
 import torch
@@ -165,7 +166,13 @@ class KFACBlock(Block):
         """See :meth:`Block.precondition`."""
         result = self._apply(solution, gradient, damping)
         raw = self.raw_columns(solution)
-        return result if raw is None else torch.where(raw, gradient, result)
+        return result if raw is None else torch.where(raw[..., None, :], gradient, result)
+
+    @property
+    def signature(self) -> Hashable:
+        """See :attr:`Block.signature`."""
+        forms = tuple(self.forms.values())
+        return KFACBlock, self.shape, self.dtype, self.solver, forms, self.picks_columns
 
     def raw_columns(self, solution: Tensors) -> Tensor | None:
         """See :meth:`Block.raw_columns`."""

@@ -7,6 +7,7 @@ its positions. Nothing is factored: the step ``(F_c + γI)⁻¹ (∂w_c, ∂b_c)
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class UnitWiseBlock(Block):
             return gradient / (values + damping)[..., None]
         turned = (gradient.mT * vectors).sum(-2) / (values + damping)
         return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
+
+    @property
+    def signature(self) -> Hashable:
+        """See :attr:`Block.signature`."""
+        return UnitWiseBlock, self.shape, self.dtype
 
     def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
         """See :meth:`Block.quadratic`."""
