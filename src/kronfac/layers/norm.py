@@ -33,14 +33,14 @@ class NormLayer(Layer):
         """Gradients of single samples, as rows ``[C, N, 1, 2]``."""
         x = args[0].detach().to(self.factor_dtype)
         grad = grad.detach().to(self.factor_dtype)
-        columns = [self._per_sample(grad * self._normalised(x))]
+        columns = [self._weight_gradient(grad, x)]
         if self.bias_trains:
             columns.append(self._per_sample(grad))
         return DenseRows(torch.stack(columns, dim=-1).transpose(0, 1).unsqueeze(-2))
 
     @abstractmethod
-    def _normalised(self, x: Tensor) -> Tensor:
-        """``x̂``, shaped as the input."""
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """``Σ g·x̂`` over a sample's positions, ``[N, C]``."""
 
     @abstractmethod
     def _per_sample(self, values: Tensor) -> Tensor:
@@ -68,8 +68,14 @@ class BatchNormLayer(ChannelNormLayer):
 
     module: nn.BatchNorm2d
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, training=True, eps=self.module.eps)
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        # x̂ = (x - mean)·scale need not exist: sums over positions are much faster than batch_norm.
+        count = x.numel() / x.shape[1]
+        mean = self._per_sample(x).sum(0) / count
+        centred = x - mean.view(1, -1, *[1] * (x.dim() - 2))
+        variance = self._per_sample(centred.square()).sum(0) / count
+        scale = torch.rsqrt(variance + self.module.eps)
+        return self._per_sample(centred.mul_(grad)) * scale
 
 
 class GroupNormLayer(ChannelNormLayer):
@@ -77,8 +83,9 @@ class GroupNormLayer(ChannelNormLayer):
 
     module: nn.GroupNorm
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.group_norm(x, self.module.num_groups, eps=self.module.eps)
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        normalised = F.group_norm(x, self.module.num_groups, eps=self.module.eps)
+        return self._per_sample(grad * normalised)
 
 
 class InstanceNormLayer(ChannelNormLayer):
@@ -97,8 +104,9 @@ class InstanceNormLayer(ChannelNormLayer):
         dims = {nn.InstanceNorm1d: 1, nn.InstanceNorm2d: 2, nn.InstanceNorm3d: 3}
         return next(n for kind, n in dims.items() if isinstance(self.module, kind))
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.instance_norm(x, eps=self.module.eps)
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        normalised = F.instance_norm(x, eps=self.module.eps)
+        return self._per_sample(grad * normalised)
 
 
 class TrailingNormLayer(NormLayer):
@@ -115,8 +123,9 @@ class LayerNormLayer(TrailingNormLayer):
 
     module: nn.LayerNorm
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        normalised = F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
+        return self._per_sample(grad * normalised)
 
 
 class RMSNormLayer(TrailingNormLayer):
@@ -127,8 +136,9 @@ class RMSNormLayer(TrailingNormLayer):
         """Foreign norms work on a copy in single precision and let go of their input."""
         return not isinstance(self.module, nn.RMSNorm)
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
+    def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        normalised = F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
+        return self._per_sample(grad * normalised)
 
 
 def epsilon_of(module: nn.Module) -> float | None:
