@@ -308,6 +308,7 @@ def test_buffers_are_donated_again_afterwards() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("body", BODIES)
 def test_the_default_compiler(body: str) -> None:
     results = []
