@@ -135,6 +135,7 @@ def _observe_output(grad: Tensor, kept: list[Tensor], product: Tensor, capture: 
     found = _CAPTURES.get(capture)
     known = None if found is None else found.calls.products.get(int(product))
     if found is not None and known is not None:
+        known[1].count_hidden_terms(grad)
         found.observe_traced_output(*known, tuple(kept), grad)
     return grad.clone()
 
@@ -146,6 +147,14 @@ def _count_terms(grad: Tensor, open_pass: Tensor, capture: int) -> Tensor:
     if seen is not None:
         seen.count_terms(grad)
     return grad.clone()
+
+
+def _expect_terms(open_pass: Tensor, capture: int, dims: int, width: int) -> None:
+    """Note what scores look like whose gradient stays in the graph, since the loss is there as well."""
+    found = _CAPTURES.get(capture)
+    seen = None if found is None else found.calls.passes.get(int(open_pass))
+    if seen is not None:
+        seen.hidden_scores = (dims, width)
 
 
 @_open.register_fake
@@ -234,8 +243,15 @@ class TracedModel:
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is None:
             return
-        capture = self.capture  # writing to attributes would be forgotten after the next line
-        scores.register_hook(lambda grad: torch.ops.kronfac.count_terms(grad, open_pass, capture))
+        capture = self.capture  # writing to attributes would be forgotten after the next lines
+        dims, width = scores.dim(), scores.shape[-1]
+        scores.register_hook(
+            lambda grad: (
+                _expect_terms(open_pass, capture, dims, width)
+                if grad is None
+                else torch.ops.kronfac.count_terms(grad, open_pass, capture)
+            )
+        )
 
 
 class TracedCall:
