@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
 from kronfac.config import Options
-from kronfac.hooks import Hook, first_tensor, watch_gradient
+from kronfac.hooks import Hook, first_tensor, is_batched, watch_gradient
 from kronfac.layer_state import LayerState
 from kronfac.layers.attention import OUTPUT, AttentionProjection
 from kronfac.phases import Phases
@@ -183,8 +183,10 @@ class Capture:
         if self._depth == 0:
             self._note_forward(module)
         self._depth += 1
-        if self._depth > 1 or not self.due or self._paused or _inside_backward():
-            return  # in a backward, activation checkpointing repeats a forward that was seen
+        if self._depth > 1 or not self.due or self._paused or _inside_transform():
+            return
+        if _inside_backward():
+            return  # activation checkpointing repeats a forward that was seen
         self._recording = torch.is_grad_enabled()
         trains = module.training and self._recording
         self._set_current(self.new_pass(first_tensor((args, kwargs)), trains))
@@ -244,7 +246,7 @@ class Capture:
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, seen = not self._paused, self._current
+        counts, seen = not self._paused and not _inside_transform(), self._current
         if counts and _inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
@@ -339,7 +341,7 @@ class Capture:
     # --- backward -------------------------------------------------------------------------------
 
     def _backward(self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor) -> None:
-        if self._paused or state not in self.states:
+        if self._paused or state not in self.states or is_batched(grad):
             return
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             self.observe_output(state, seen, grad, kept)
@@ -409,6 +411,11 @@ class Capture:
 
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _inside_transform() -> bool:
+    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _kept(value: Any, copy: bool) -> Any:

@@ -91,5 +91,11 @@ def watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 def _pass_on(hook: Callable[[Tensor], None], index: int, grads: tuple[Tensor | None, ...]) -> None:
     grad = grads[index]
-    if grad is not None:
+    if grad is not None and not is_batched(grad):
         hook(grad)
+
+
+def is_batched(grad: Tensor) -> bool:
+    """Whether this stands for many gradients at once (``is_grads_batched``), which is no loss's."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad) or functorch.is_batchedtensor(grad)
