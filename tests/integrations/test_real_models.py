@@ -17,7 +17,6 @@ from tests.layers.watching import left_out
 from tests.training import assert_close, counts, gradients, layers, parameters
 
 BF16 = torch.bfloat16
-LANGUAGE = [name for name, case in CASES.items() if case.average == "token"]
 HUGGING_FACE = [name for name in CASES if name != "resnet20"]
 
 
