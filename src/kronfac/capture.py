@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
 from kronfac.config import Options
-from kronfac.hooks import Hook, first_tensor, watch_gradient
+from kronfac.hooks import Hook, first_tensor, is_batched, watch_gradient
 from kronfac.layer_state import LayerState
-from kronfac.layers.attention import OUTPUT, AttentionProjection
+from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.phases import Phases
 from kronfac.random_state import random_state, set_random_state
 from kronfac.statistics import Pass
@@ -31,14 +31,16 @@ from kronfac.statistics import Pass
 class Watch:
     """One module, and the layers whose products its calls contain, by part."""
 
-    def __init__(self, module: nn.Module, states: Sequence[LayerState]) -> None:
+    def __init__(self, split: Any, traced: compiled.TracedCall) -> None:
+        self.split = split
+        self.traced = traced
         self.random: Tensor | None = None
-        self.states = {state.layer.part: state for state in states}
-        self.split = states[0].layer.split
-        if isinstance(module, nn.MultiheadAttention):
-            self.split = AttentionProjection.split
-            out = self.states.pop("", None)
-            self.states |= {} if out is None else {OUTPUT: out}
+        self.states: dict[str, LayerState] = {}
+
+    def add(self, part: str, state: LayerState, number: int) -> None:
+        """Watch on behalf of one more layer."""
+        self.states[part] = state
+        self.traced.add(part, number, state.layer)
 
 
 class Capture:
@@ -49,21 +51,18 @@ class Capture:
         self.phases = phases
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
-        self.edges: list[tuple[LayerState, Pass, tuple[Any, ...], GradientEdge]] = []
+        self.edges: list[tuple[LayerState, Pass, list[Any], GradientEdge]] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
         self.calls = compiled.Calls()
         self.number = compiled.register(self)
         #: Number and weight of the draw of ``observe()`` that is on its way through a compiled model.
         self.draw: tuple[int, float] | None = None
-        self._watches: list[Watch] = []
+        self._watches: dict[nn.Module, Watch] = {}
         self._handles: list[RemovableHandle] = []
         self._due = True
         self._paused = 0
-        self._depth = 0
-        self._current: Pass | None = None
         self._latest: Pass | None = None
-        self._recording = False
         self.forward_seen = False
         #: Whether the hook of any layer has ever been called outside a compiled graph.
         self.hooks_work = False
@@ -85,11 +84,23 @@ class Capture:
     def attach_module(self, module: nn.Module, states: Sequence[LayerState]) -> None:
         """Watch a module on behalf of the layers whose products it computes."""
         self.states += [state for state in states if state not in self.states]
-        watch = Watch(module, states)
-        self._watches.append(watch)
-        hook = Hook(self._forward, watch, traced=self._traced_call(watch))
-        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+        attends = any(splits_attention(module, state.layer) for state in states)
+        watch = self._watches.get(module)
+        if watch is None:
+            split = AttentionProjection.split if attends else states[0].layer.split
+            sampled = self.options.sampled
+            watch = Watch(split, compiled.TracedCall(self.number, self.switch, split, sampled))
+            self._watches[module] = watch
+            self._watch_module(module, watch, attends)
+        for state in states:
+            part = state.layer.part or (OUTPUT if attends else "")
+            watch.add(part, state, self.states.index(state))
+
+    def _watch_module(self, module: nn.Module, watch: Watch, attends: bool) -> None:
+        hook = Hook(self._forward, watch, traced=watch.traced)
+        # Before the hooks of others, which may change the output.
+        self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        if attends and module.dropout:
             earlier = Hook(self._remember_random, watch)
             self._handles.append(module.register_forward_pre_hook(earlier, with_kwargs=True))
 
@@ -101,18 +112,6 @@ class Capture:
         self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
         self._handles.append(
             model.register_forward_hook(closing, with_kwargs=True, always_call=True)
-        )
-
-    def _traced_call(self, watch: Watch) -> compiled.TracedCall:
-        indices = {part: self.states.index(state) for part, state in watch.states.items()}
-        keeps = {part for part, state in watch.states.items() if state.layer.keeps_inputs}
-        return compiled.TracedCall(
-            self.number,
-            self.switch,
-            watch.split,
-            indices,
-            keeps,
-            sampled=self.options.sampled,
         )
 
     def detach(self) -> None:
@@ -151,14 +150,14 @@ class Capture:
 
     def close_forwards(self) -> None:
         """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
-        self._depth = 0
-        self._set_current(None)
+        self.switch.close()
 
-    def _set_current(self, seen: Pass | None) -> None:
-        """Say which pass is open, to compiled parts as well."""
-        self._current = seen
-        number = -1 if seen is None else self.calls.add_pass(seen)
-        self.switch.set_pass(number, self._depth)
+    @property
+    def _current(self) -> Pass | None:
+        """The pass that is open, whether its forward is compiled or not."""
+        if self.switch.depth == 0:
+            return None
+        return self.calls.passes.get(int(self.switch.open_pass))
 
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
@@ -180,17 +179,20 @@ class Capture:
     # --- the model's forward --------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._depth == 0:
-            self._note_forward(module)
-        self._depth += 1
-        if self._depth > 1 or not self.due or self._paused or _inside_backward():
-            return  # in a backward, activation checkpointing repeats a forward that was seen
-        self._recording = torch.is_grad_enabled()
-        trains = module.training and self._recording
-        self._set_current(self.new_pass(first_tensor((args, kwargs)), trains))
+        self._note_forward(module)
+        if not self.switch.on:
+            return
+        self.switch.depth += 1
+        if self.switch.depth > 1 or _inside_transform() or not torch.is_grad_enabled():
+            return
+        if _inside_backward():
+            return  # activation checkpointing repeats a forward that was seen
+        seen = self.new_pass(first_tensor((args, kwargs)), module.training)
+        if seen is not None:
+            self.switch.open_pass = self.calls.add_pass(seen)
 
     def new_pass(self, first: Tensor | None, trains: bool) -> Pass | None:
-        """The pass of a forward whose first tensor this is.
+        """The pass of a forward with gradients whose first tensor this is.
 
         Layers that are called beside an evaluation do not belong to it.
         """
@@ -205,13 +207,13 @@ class Capture:
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._depth == 0:
-            return  # a hook of somebody else raised before ours could open
-        self._depth -= 1
-        if self._depth > 0:
+        if not self.switch.on or self.switch.depth == 0:
+            return  # perhaps a hook of somebody else raised before ours could open
+        if self.switch.depth > 1:
+            self.switch.depth -= 1
             return
         seen = self._current
-        self._set_current(None)
+        self.switch.close()
         if seen is None or not self._counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
@@ -237,14 +239,15 @@ class Capture:
         if not self.due or not module.training:
             return None
         if not torch.is_grad_enabled():
-            if self._current is not None and self._recording and not self._paused:
-                self._unrecorded.setdefault(module, []).append(self._current)
+            seen = self._current  # only a forward with gradients opens a pass
+            if seen is not None and not self._paused:
+                self._unrecorded.setdefault(module, []).append(seen)
             return None
         # Paused or not: a repeated forward has to do what the first one did.
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, seen = not self._paused, self._current
+        counts, seen = not self._paused and not _inside_transform(), self._current
         if counts and _inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
@@ -262,9 +265,14 @@ class Capture:
 
     @staticmethod
     def _is_seen(state: LayerState, part: str, module: nn.Module, product: Tensor) -> bool:
+        if not isinstance(product, Tensor):
+            raise TypeError(
+                f"layer {state.name!r} returned a {type(product).__name__}, not a tensor; say which "
+                "tensor is the product by overriding split() in its kronfac.layers.Layer."
+            )
         if not product.requires_grad or not state.layer.weight.requires_grad:
             return False
-        return part == OUTPUT or state.layer.uses(module)
+        return state.layer.uses(module.get_submodule("out_proj") if part == OUTPUT else module)
 
     def _remember_random(
         self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,9 +288,7 @@ class Capture:
         seen = self.observe_call(state, seen, inputs)
         if self.options.fisher == "forward":
             return
-        kept: tuple[Any, ...] = ()
-        if state.layer.keeps_inputs:
-            kept = tuple(_kept(x, state.layer.copies_inputs) for x in inputs)
+        kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
         if self.options.sampled:
             self.edges.append((state, seen, kept, get_gradient_edge(product)))
         else:
@@ -329,7 +335,8 @@ class Capture:
         With as many samples as the latest forward it belongs to that one (a head beside a body);
         otherwise its n-th call belongs to the n-th such pass.
         """
-        samples = x.shape[0] if x.dim() > 1 else 1
+        alone = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())
+        samples = 1 if alone else x.shape[0]
         if self._latest is not None and self._latest.samples == samples:
             return self._latest
         index = state.pending.calls
@@ -338,18 +345,20 @@ class Capture:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def _backward(self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor) -> None:
-        if self._paused or state not in self.states:
+    def _backward(self, state: LayerState, seen: Pass, kept: list[Any], grad: Tensor) -> None:
+        if self._paused or state not in self.states or is_batched(grad):
             return
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            self.observe_output(state, seen, grad, kept)
+            self.observe_output(state, seen, grad, tuple(kept))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            kept.clear()  # the graph, and this hook with it, may live on
 
     def observe_traced_output(
         self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor
     ) -> None:
         """The gradient of one product's output in a compiled backward."""
         if self.options.fisher == "empirical":
-            self._backward(state, seen, kept, grad)
+            self._backward(state, seen, list(kept), grad)
         elif self.draw is not None:
             draw, share = self.draw
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
@@ -375,9 +384,12 @@ class Capture:
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)
-            if state.block.holds_rows and rows.samples != seen.samples:
+            grouped = rows.samples == seen.samples
+            if not grouped and state.layer.unit_wise:
+                state.note = "rows not grouped by sample: each counts as one"
+            elif not grouped and state.block.holds_rows:
                 state.fall_back_to_expand()
-            if state.block.holds_rows:
+            if state.block.holds_rows and grouped:
                 state.pending.hold_output(rows.summed(), seen, draw, share)
             else:
                 state.pending.add_output(state.block.observe_output(rows), seen, share)
@@ -411,7 +423,6 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _kept(value: Any, copy: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone() if copy else value.detach()
+def _inside_transform() -> bool:
+    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

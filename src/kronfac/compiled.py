@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from kronfac.hooks import first_tensor
 if TYPE_CHECKING:
     from kronfac.capture import Capture
     from kronfac.layer_state import LayerState
+    from kronfac.layers import Layer
     from kronfac.statistics import Pass
 
 _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
@@ -46,10 +48,9 @@ class Switch:
         self.no_pass = _ticket(-1)
         self.open_pass = self.no_pass
 
-    def set_pass(self, number: int, depth: int) -> None:
-        """Say which pass is open; less than zero for none."""
-        self.depth = depth
-        self.open_pass = self.no_pass if number < 0 else _ticket(number)
+    def close(self) -> None:
+        """No forward is open."""
+        self.depth, self.open_pass = 0, self.no_pass
 
 
 class Calls:
@@ -58,7 +59,7 @@ class Calls:
     def __init__(self) -> None:
         self.passes: dict[int, Pass] = {}
         self.products: dict[int, tuple[LayerState, Pass]] = {}
-        self.latest: dict[tuple[int, int], int] = {}
+        self.latest: dict[tuple[int, int, int], int] = {}
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -66,15 +67,15 @@ class Calls:
         self.products.clear()
         self.latest.clear()
 
-    def add_pass(self, seen: Pass) -> int:
+    def add_pass(self, seen: Pass) -> Tensor:
         """Return the ticket of a pass."""
         number = next(_NUMBERS)
         self.passes[number] = seen
-        return number
+        return _ticket(number)
 
 
 def _ticket(number: int) -> Tensor:
-    return torch.tensor(number, dtype=torch.int64)
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def anything_compiled() -> bool:
@@ -97,7 +98,7 @@ def register(capture: Capture) -> int:
 def _open(first: Tensor, trains: bool, capture: int, site: int) -> Tensor:
     found = _CAPTURES.get(capture)
     seen = None if found is None else found.new_pass(first, trains)
-    return _ticket(-1 if found is None or seen is None else found.calls.add_pass(seen))
+    return _ticket(-1) if found is None or seen is None else found.calls.add_pass(seen)
 
 
 @torch.library.custom_op("kronfac::watch", mutates_args=())
@@ -106,27 +107,30 @@ def _watch(
     inputs: list[Tensor],
     keep: bool,
     open_pass: Tensor,
+    layer: Tensor,
     capture: int,
-    layer: int,
     site: int,
 ) -> tuple[Tensor, Tensor]:
     _restore_donation()
-    return product.clone(), _ticket(_observe_product(inputs, int(open_pass), capture, layer, site))
+    number = _observe_product(inputs, int(open_pass), int(layer), capture, site)
+    return product.clone(), _ticket(number)
 
 
 def _observe_product(
-    inputs: list[Tensor], open_pass: int, capture: int, layer: int, site: int
+    inputs: list[Tensor], open_pass: int, layer: int, capture: int, site: int
 ) -> int:
     found = _CAPTURES.get(capture)
     if found is None or not found.switch.on or layer >= len(found.states):
         return -1
     calls = found.calls
     if torch._C._current_graph_task_id() != -1:  # repeated by activation checkpointing
-        return calls.latest.get((open_pass, site), -1)
+        return calls.latest.get((open_pass, layer, site), -1)
     state, number = found.states[layer], next(_NUMBERS)
+    if not state.layer.weight.requires_grad:
+        return -1
     seen = found.observe_traced_call(state, calls.passes.get(open_pass), tuple(inputs))
     calls.products[number] = (state, seen)
-    calls.latest[open_pass, site] = number
+    calls.latest[open_pass, layer, site] = number
     return number
 
 
@@ -135,6 +139,7 @@ def _observe_output(grad: Tensor, kept: list[Tensor], product: Tensor, capture: 
     found = _CAPTURES.get(capture)
     known = None if found is None else found.calls.products.get(int(product))
     if found is not None and known is not None:
+        known[1].count_hidden_terms(grad)
         found.observe_traced_output(*known, tuple(kept), grad)
     return grad.clone()
 
@@ -146,6 +151,14 @@ def _count_terms(grad: Tensor, open_pass: Tensor, capture: int) -> Tensor:
     if seen is not None:
         seen.count_terms(grad)
     return grad.clone()
+
+
+def _expect_terms(open_pass: Tensor, capture: int, dims: int, width: int) -> None:
+    """Note what scores look like whose gradient stays in the graph, since the loss is there as well."""
+    found = _CAPTURES.get(capture)
+    seen = None if found is None else found.calls.passes.get(int(open_pass))
+    if seen is not None:
+        seen.hidden_scores = (dims, width)
 
 
 @_open.register_fake
@@ -165,7 +178,7 @@ def _fake_copy(first: Tensor, *args: Any) -> Tensor:
 
 
 def _keep_watch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, tensors, keep, _, ctx.capture, _, _ = inputs
+    _, tensors, keep, _, _, ctx.capture, _ = inputs
     ctx.save_for_backward(output[1], *(tensors if keep else []))
     ctx.count = len(tensors)
 
@@ -208,13 +221,12 @@ class TracedModel:
     def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward."""
         switch = self.switch
-        if not switch.on:
+        if not switch.on or not torch.is_grad_enabled():
             return
         first = first_tensor((args, kwargs))
         if switch.depth == 0 and first is not None:
-            trains = module.training and torch.is_grad_enabled()
             switch.open_pass = torch.ops.kronfac.open(
-                first.detach(), trains, self.capture, _new_site()
+                first.detach(), module.training, self.capture, _new_site()
             )
         switch.depth += 1
 
@@ -223,19 +235,26 @@ class TracedModel:
     ) -> None:
         """After the forward."""
         switch = self.switch
-        if not switch.on or switch.depth == 0:
+        if not switch.on or switch.depth == 0 or not torch.is_grad_enabled():
             return
         switch.depth -= 1
         if switch.depth > 0:
             return
         open_pass, switch.open_pass = switch.open_pass, switch.no_pass
-        if not self.counts_terms or not torch.is_grad_enabled():
+        if not self.counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is None:
             return
-        capture = self.capture  # writing to attributes would be forgotten after the next line
-        scores.register_hook(lambda grad: torch.ops.kronfac.count_terms(grad, open_pass, capture))
+        capture = self.capture  # writing to attributes would be forgotten after the next lines
+        dims, width = scores.dim(), scores.shape[-1]
+        scores.register_hook(
+            lambda grad: (
+                _expect_terms(open_pass, capture, dims, width)
+                if grad is None
+                else torch.ops.kronfac.count_terms(grad, open_pass, capture)
+            )
+        )
 
 
 class TracedCall:
@@ -246,16 +265,21 @@ class TracedCall:
         capture: int,
         switch: Switch,
         split: Callable[..., Any],
-        layers: Mapping[str, int],
-        keeps_inputs: Collection[str],
         sampled: bool,
     ) -> None:
         self.capture = capture
         self.switch = switch
         self.split = split
-        self.layers = layers
-        self.keeps_inputs = keeps_inputs
         self.sampled = sampled
+        # Tensors and not numbers, so that equal blocks of a model can share one graph.
+        self.layers: dict[str, Tensor] = {}
+        self.keeps: dict[str, Callable[[Any], Any]] = {}
+
+    def add(self, part: str, number: int, layer: Layer) -> None:
+        """Watch on behalf of one more layer."""
+        self.layers[part] = _ticket(number)
+        if layer.keeps_inputs:
+            self.keeps[part] = layer.keep
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -270,13 +294,14 @@ class TracedCall:
     def _watched(self, part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
         if part not in self.layers or not product.requires_grad:
             return product
+        keep = self.keeps.get(part, Tensor.detach)
         watched: Tensor = torch.ops.kronfac.watch(
             product,
-            [x.detach() for x in inputs if isinstance(x, Tensor)],
-            part in self.keeps_inputs,
+            [keep(x) for x in inputs if isinstance(x, Tensor)],
+            part in self.keeps,
             self.switch.open_pass,
-            self.capture,
             self.layers[part],
+            self.capture,
             _new_site(),
         )[0]
         return watched
@@ -296,3 +321,9 @@ def _forbid_donation() -> None:
 def _restore_donation() -> None:
     if _donated_before:
         functorch_config.donated_buffer = _donated_before.pop()
+
+
+def keeping_buffers() -> AbstractContextManager[None]:
+    """Compile what is compiled inside without donating buffers: backwards are compiled late."""
+    context: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
+    return context

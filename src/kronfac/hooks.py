@@ -27,7 +27,9 @@ class Hook:
     def __call__(self, *args: Any) -> Any:
         """Call the target, if it is still there."""
         if torch.compiler.is_compiling():
-            return None if self._traced is None else self._traced(*args)
+            if self._traced is None or torch.compiler.is_exporting():
+                return None
+            return self._traced(*args)
         target = None if self._target is None else self._target()
         bound = [value() for value in self._bound]
         if target is None or None in bound:
@@ -91,5 +93,11 @@ def watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 def _pass_on(hook: Callable[[Tensor], None], index: int, grads: tuple[Tensor | None, ...]) -> None:
     grad = grads[index]
-    if grad is not None:
+    if grad is not None and not is_batched(grad):
         hook(grad)
+
+
+def is_batched(grad: Tensor) -> bool:
+    """Whether this stands for many gradients at once (``is_grads_batched``), which is no loss's."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad) or functorch.is_batchedtensor(grad)

@@ -59,11 +59,7 @@ class LayerState:
         """Give up per-sample rows for a layer whose rows do not group by sample."""
         self.per_sample = False
         self.fell_back = True
-        self.note = (
-            "rows not grouped by sample: each counts as one"
-            if self.layer.unit_wise
-            else "expand: rows not grouped by sample"
-        )
+        self.note = "expand: rows not grouped by sample"
         self.reset()
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kronfac.capture import Capture
+from kronfac.compiled import keeping_buffers
 from kronfac.config import Fisher, check_count
 from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
 from kronfac.quadratic import Products
@@ -71,8 +72,9 @@ class Observer:
             source = generator or self._generator(scores.device)
             draws = (sampled_gradient(scores, likelihood, source) for _ in range(samples))  # type: ignore[arg-type]
             share = 1 / samples
-        for number, gradient in enumerate(draws):
-            self._send(outputs, gradient * weights[..., None], number, share)
+        with keeping_buffers():
+            for number, gradient in enumerate(draws):
+                self._send(outputs, gradient * weights[..., None], number, share)
         self.capture.edges.clear()
         self.capture.calls.clear()
 
@@ -111,7 +113,9 @@ class Observer:
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
             for (state, seen, kept, _), grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
-                    self.capture.observe_output(state, seen, grad, kept, draw, share, scaled=False)
+                    self.capture.observe_output(
+                        state, seen, grad, tuple(kept), draw, share, scaled=False
+                    )
 
     def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         """Compiled products have no outputs to ask for; their backward reports as it passes."""

@@ -287,7 +287,12 @@ class Preconditioned(Optimizer, ABC):
         """Return the base optimizer's state with ours beside it, under ``kronfac.*`` keys."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        entries = self._preconditioner.entries(self._names())
+        ours = self._preconditioner
+        if self.base.state and not ours.clock.step:
+            # Loaders fill what exists. They make it exist by an empty step (see `is_empty_step`), but
+            # not if the base has state from the start, as Adagrad does.
+            ours.allocate(self.param_groups)
+        entries = ours.entries(self._names())
         result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)

@@ -90,7 +90,8 @@ class Preconditioner:
             state.note = selection.notes.get(layer.name, "")
             self.layers[layer.key] = state
             for module in (layer.module, *others):
-                watched.setdefault(hosts.get(module, module), []).append(state)
+                for host in hosts.get(module, [module]):
+                    watched.setdefault(host, []).append(state)
         self._batches.clear()
         for module, states in watched.items():
             self.capture.attach_module(module, states)
@@ -346,7 +347,9 @@ class Preconditioner:
                 s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
             },
             "failures": {s.name: s.failures for s in states},
-            "without_solution": [s.name for s in states if s.solved_at is None],
+            "without_solution": [
+                s.name for s in states if s.solved_at is None and s.layer.weight.requires_grad
+            ],
         }
 
     def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:

@@ -114,9 +114,11 @@ class Selection:
             return obstacle
         owner = self._owners.get(layer.key)
         if owner is not None and type(owner) is type(layer) and owner.bias is layer.bias:
-            self.layers[owner].append(module)
-            return None
-        if owner is not None and not owner.picks_columns:
+            if owner.geometry == layer.geometry:
+                self.layers[owner].append(module)
+                return None
+            return f"its weight is that of {owner.name!r}, whose rows are others"
+        if owner is not None and (layer.picks_columns or not owner.picks_columns):
             return f"its weight is that of {owner.name!r}"
         if owner is not None:  # an embedding that is tied to a matrix: the matrix has the curvature
             del self.layers[owner]

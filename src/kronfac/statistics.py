@@ -22,10 +22,18 @@ class Pass:
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self.terms: Tensor | None = None
+        #: Dimensions and width of scores whose gradient is seen at the product that made them only.
+        self.hidden_scores: tuple[int, int] | None = None
 
     def count_terms(self, grad: Tensor) -> None:
         """Loss terms are the output positions that receive a gradient: masked ones receive none."""
         self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
+        self.hidden_scores = None
+
+    def count_hidden_terms(self, grad: Tensor) -> None:
+        """The same for a product's output, if that is what the scores are: the last one comes first."""
+        if self.hidden_scores == (grad.dim(), grad.shape[-1]):
+            self.count_terms(grad)
 
 
 class Running:

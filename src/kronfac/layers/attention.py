@@ -72,14 +72,27 @@ def projections(name: str, module: nn.MultiheadAttention) -> list[Layer]:
     return [AttentionProjection(name, module, part) for part in PARTS]
 
 
-def output_projections(model: nn.Module) -> dict[nn.Module, nn.MultiheadAttention]:
-    """The output projections of a model's attention modules, which call them by their weights only."""
-    return {
-        module.out_proj: module
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        and type(module).forward is nn.MultiheadAttention.forward
-    }
+def output_projections(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """The output projections of a model, and the attention modules that compute them.
+
+    Those read the weight and never call the projection itself.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and is_plain(module):
+            found.setdefault(module.out_proj, []).append(module)
+    return found
+
+
+def is_plain(module: nn.MultiheadAttention) -> bool:
+    """Whether the module computes what :func:`attend` does."""
+    return type(module).forward is nn.MultiheadAttention.forward
+
+
+def splits_attention(module: nn.Module, layer: Layer) -> bool:
+    """Whether a layer's products are found inside a call of an attention module."""
+    inside = isinstance(module, nn.MultiheadAttention) and layer.module is not module
+    return inside or isinstance(layer, AttentionProjection)
 
 
 def attend(
@@ -126,9 +139,10 @@ def attend(
     out = see(OUTPUT, (mixed,), out)
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
+    out = out.transpose(0, 1).contiguous()  # in the order of torch's, which others may rely on
     if not batched:
-        return out.squeeze(0), None if weights is None else weights.squeeze(0)
-    return out if module.batch_first else out.transpose(0, 1), weights
+        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+    return out.transpose(0, 1) if module.batch_first else out, weights
 
 
 def _parameters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,6 +39,13 @@ class ConvLayer(Layer):
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """See :meth:`Layer.outputs`."""
         return MapRows(self._batched(grad), self.module.groups)
+
+    @property
+    def geometry(self) -> Hashable:
+        """See :attr:`Layer.geometry`."""
+        module = self.module
+        spacing = module.kernel_size, module.stride, module.dilation
+        return *spacing, self._padding(), module.padding_mode, module.groups
 
     def _batched(self, x: Tensor) -> Tensor:
         x = x.detach().to(self.factor_dtype)

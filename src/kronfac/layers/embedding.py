@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ class EmbeddingLayer(TransposedLinearLayer):
     module: nn.Embedding
     picks_columns = True
     keeps_inputs = True
+
+    @property
+    def geometry(self) -> Hashable:
+        """See :attr:`Layer.geometry`."""
+        return self.module.padding_idx
 
     def inputs(self, args: tuple[Any, ...]) -> Rows:
         """See :meth:`Layer.inputs`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,6 @@ class Layer(ABC):
     picks_columns = False
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward.
     keeps_inputs = False
-    #: Whether these have to be copies, since autograd does not keep them from being overwritten.
-    copies_inputs = False
 
     def __init__(
         self,
@@ -52,9 +50,13 @@ class Layer(ABC):
         self.module = module
         self.part = part
         self.weight_name = weight_name
-        weight, bias = getattr(module, weight_name), getattr(module, bias_name, None)
-        assert isinstance(weight, nn.Parameter)
-        assert bias is None or isinstance(bias, nn.Parameter)
+        weight, bias = getattr(module, weight_name, None), getattr(module, bias_name, None)
+        if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | None):
+            raise TypeError(
+                f"layer {name!r}: {weight_name!r} of {type(module).__name__} must be a "
+                f"torch.nn.Parameter, and {bias_name!r} one or None; a layer type may name others "
+                "by weight_name= and bias_name=."
+            )
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias
         self.bias_trains = self._bias_trains()
@@ -107,9 +109,18 @@ class Layer(ABC):
         """Show the products inside one call of the module, and return what replaces its output."""
         return see("", args if args else tuple(kwargs.values()), output)
 
+    @property
+    def geometry(self) -> Hashable:
+        """What else decides about the rows: modules that share a weight have to agree in it."""
+        return None
+
+    def keep(self, value: Any) -> Any:
+        """An input of a call as it is kept until the backward."""
+        return value.detach() if isinstance(value, Tensor) else value
+
     def uses(self, module: nn.Module) -> bool:
         """Whether a module computes with this weight now (not ``torch.func.functional_call``)."""
-        return getattr(module, self.weight_name) is self.weight
+        return getattr(module, self.weight_name, None) is self.weight
 
     @abstractmethod
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:

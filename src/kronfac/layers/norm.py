@@ -7,8 +7,10 @@ call at once. The matrix of a layer with ``C`` channels is ``[C, 1, 2]``, or ``[
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -24,6 +26,18 @@ class NormLayer(Layer):
 
     unit_wise = True
     keeps_inputs = True
+
+    @property
+    def geometry(self) -> Hashable:
+        """See :attr:`Layer.geometry`."""
+        return epsilon_of(self.module), getattr(self.module, "num_groups", None)
+
+    def keep(self, value: Any) -> Any:
+        """Autograd keeps the input from being overwritten, unless the norm has worked on a copy of it."""
+        kept = super().keep(value)
+        if isinstance(kept, Tensor) and _works_on_copy(self.module, kept, self.factor_dtype):
+            return kept.clone()
+        return kept
 
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:
         """The input side alone shows nothing."""
@@ -115,7 +129,7 @@ class TrailingNormLayer(NormLayer):
     def _per_sample(self, values: Tensor) -> Tensor:
         shared = values.shape[: values.dim() - self.weight.dim()]
         samples = shared[0] if shared else 1
-        return values.reshape(samples, math.prod(shared[1:]), -1).sum(1)
+        return values.reshape(samples, math.prod(shared[1:]), self.weight.numel()).sum(1)
 
 
 class LayerNormLayer(TrailingNormLayer):
@@ -131,14 +145,19 @@ class LayerNormLayer(TrailingNormLayer):
 class RMSNormLayer(TrailingNormLayer):
     """Divided by the root of the mean square over the last dimensions."""
 
-    @property
-    def copies_inputs(self) -> bool:  # type: ignore[override]
-        """Foreign norms work on a copy in single precision and let go of their input."""
-        return not isinstance(self.module, nn.RMSNorm)
-
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         normalised = F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
         return self._per_sample(grad * normalised)
+
+
+def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
+    """Foreign norms, half precisions and scattered memory: the norm may let go of its input."""
+    foreign = not type(module).__module__.startswith("torch.")
+    half = x.dtype != dtype or torch.is_autocast_enabled(x.device.type)
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return (
+        foreign or half or (x.dim() == 4 and not dense) or (x.dim() != 4 and not x.is_contiguous())
+    )
 
 
 def epsilon_of(module: nn.Module) -> float | None:
@@ -159,14 +178,21 @@ def is_rms_norm(module: nn.Module) -> bool:
     if weight.dim() != 1 or epsilon_of(module) is None or weight.device.type == "meta":
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    x, scale = (
+        (1 + torch.rand(*shape, generator=generator)).to(weight.device, weight.dtype)
+        for shape in ((2, 3, weight.numel()), weight.shape)
+    )
+    twin = copy.copy(module)
+    twin._parameters = {"weight": nn.Parameter(scale, requires_grad=False)}
+    twin._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     try:
         with torch.no_grad():
-            found = type(module).forward(module, x)
+            found = type(module).forward(twin, x)
     except Exception:  # not a norm after all
         return False
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return False
     expected = F.rms_norm(x, tuple(weight.shape), eps=epsilon_of(module))
-    scales = (weight.detach(), 1 + weight.detach())
-    return any(torch.allclose(found, expected * scale, rtol=0.05, atol=1e-3) for scale in scales)
+    return any(
+        torch.allclose(found, expected * s, rtol=0.02, atol=1e-3) for s in (scale, 1 + scale)
+    )

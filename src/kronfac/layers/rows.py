@@ -7,6 +7,7 @@ otherwise). A layer with a trainable bias has a column of ones at the end of ``a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -179,7 +180,9 @@ class TokenRows(Rows):
     """
 
     def __init__(self, tokens: Tensor, width: int, padding: int | None, dtype: torch.dtype) -> None:
-        self.tokens = tokens.reshape(tokens.shape[0] if tokens.dim() > 1 else 1, -1)
+        samples = tokens.shape[0] if tokens.dim() > 1 else 1
+        positions = math.prod(tokens.shape[1:]) if tokens.dim() > 1 else tokens.numel()
+        self.tokens = tokens.reshape(samples, positions)
         self.width = width
         self.padding = padding
         self.dtype = dtype

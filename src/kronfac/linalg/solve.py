@@ -25,8 +25,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
             raise
         except RuntimeError:  # torch.linalg.LinAlgError is one; drivers raise others
             return None
-        # Row-major like everything that is loaded: layouts must not change results.
-        return vectors.contiguous(), values.clamp_(min=0)
+        return vectors, values.clamp_(min=0)
 
     solved = _climb(matrix, attempt)
     return None if solved is None else (solved[0], solved[1])
@@ -93,7 +92,8 @@ def _climb(
     for candidate in _rungs(matrix):
         solved = attempt(candidate)
         if solved is not None and all(bool(torch.isfinite(part).all()) for part in solved):
-            return tuple(part.to(matrix.dtype) for part in solved)
+            # Row-major like everything that is loaded: layouts must not change results.
+            return tuple(part.to(matrix.dtype).contiguous() for part in solved)
     return None
 
 
