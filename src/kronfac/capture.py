@@ -63,6 +63,8 @@ class Capture:
         self._due = True
         self._paused = 0
         self._latest: Pass | None = None
+        #: The ticket and pass that an eager forward has opened.
+        self._opened: tuple[Tensor, Pass | None] = (self.switch.no_pass, None)
         self.forward_seen = False
         #: Whether the hook of any layer has ever been called outside a compiled graph.
         self.hooks_work = False
@@ -155,9 +157,12 @@ class Capture:
     @property
     def _current(self) -> Pass | None:
         """The pass that is open, whether its forward is compiled or not."""
-        if self.switch.depth == 0:
+        switch, (ticket, seen) = self.switch, self._opened
+        if switch.depth == 0 or switch.open_pass is switch.no_pass:
             return None
-        return self.calls.passes.get(int(self.switch.open_pass))
+        if switch.open_pass is ticket:
+            return seen
+        return self.calls.passes.get(int(switch.open_pass))  # opened by a graph
 
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
@@ -190,6 +195,7 @@ class Capture:
         seen = self.new_pass(first_tensor((args, kwargs)), module.training)
         if seen is not None:
             self.switch.open_pass = self.calls.add_pass(seen)
+        self._opened = (self.switch.open_pass, seen)
 
     def new_pass(self, first: Tensor | None, trains: bool) -> Pass | None:
         """The pass of a forward with gradients whose first tensor this is.
