@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn
 BENCH  ?= *
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench support clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -31,6 +31,9 @@ bench: $(VENV)/.bench ## Run the benchmarks (BENCH=name for one of them)
 	@set -e; for script in benchmarks/$(BENCH).py; do \
 		case $$script in benchmarks/_*) ;; *) echo "== $$script"; $(BIN)/python $$script ;; esac; \
 	done
+
+support: $(VENV)/.dev ## Run every cell of docs/support.md and write it anew (some minutes)
+	$(BIN)/python docs/support.py
 
 clean: ## Remove the environment, caches and build products
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -224,7 +224,7 @@ class Capture:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
-            watch_gradient(scores, seen.count_terms)
+            watch_gradient(scores, partial(seen.see_scores, scores.dim(), scores.shape[-1]))
 
     @property
     def _counts_terms(self) -> bool:

@@ -153,12 +153,12 @@ def _count_terms(grad: Tensor, open_pass: Tensor, capture: int) -> Tensor:
     return grad.clone()
 
 
-def _expect_terms(open_pass: Tensor, capture: int, dims: int, width: int) -> None:
-    """Note what scores look like whose gradient stays in the graph, since the loss is there as well."""
+def _see_scores(open_pass: Tensor, capture: int, dims: int, width: int) -> None:
+    """Note what scores look like whose gradient stays in the graph."""
     found = _CAPTURES.get(capture)
     seen = None if found is None else found.calls.passes.get(int(open_pass))
     if seen is not None:
-        seen.hidden_scores = (dims, width)
+        seen.see_scores(dims, width, None)
 
 
 @_open.register_fake
@@ -250,7 +250,7 @@ class TracedModel:
         dims, width = scores.dim(), scores.shape[-1]
         scores.register_hook(
             lambda grad: (
-                _expect_terms(open_pass, capture, dims, width)
+                _see_scores(open_pass, capture, dims, width)
                 if grad is None
                 else torch.ops.kronfac.count_terms(grad, open_pass, capture)
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import get_gradient_edge
 
 
@@ -41,6 +42,21 @@ class Hook:
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
+
+
+def _run_hooks_as_they_are() -> None:
+    """Keep compilers from making a graph of a hook alone; as part of a larger graph it is still traced.
+
+    Around a compiled forward they would do that anew for every hook, batch size and mode, up to their
+    limit.
+    """
+    strategy = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+    )
+    eval_frame.set_code_exec_strategy(Hook.__call__.__code__, strategy)
+
+
+_run_hooks_as_they_are()
 
 
 def remove_inert_hooks(model: nn.Module) -> None:
@@ -76,7 +92,7 @@ def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Te
     return None
 
 
-def watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+def watch_gradient(output: Tensor, hook: Callable[[Tensor | None], None]) -> None:
     """Call the hook with the gradient of an output, or of what it is a copy of in another precision.
 
     Trainers cast the outputs of a model to single precision, but a loss that the model has computed
@@ -91,9 +107,11 @@ def watch_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     node.register_prehook(partial(_pass_on, hook, index))
 
 
-def _pass_on(hook: Callable[[Tensor], None], index: int, grads: tuple[Tensor | None, ...]) -> None:
+def _pass_on(
+    hook: Callable[[Tensor | None], None], index: int, grads: tuple[Tensor | None, ...]
+) -> None:
     grad = grads[index]
-    if grad is not None and not is_batched(grad):
+    if grad is None or not is_batched(grad):
         hook(grad)
 
 

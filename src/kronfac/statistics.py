@@ -30,6 +30,13 @@ class Pass:
         self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
         self.hidden_scores = None
 
+    def see_scores(self, dims: int, width: int, grad: Tensor | None) -> None:
+        """The gradient of the scores; ``None`` if it stays in a graph, since the loss is there too."""
+        if grad is None:
+            self.hidden_scores = (dims, width)
+        else:
+            self.count_terms(grad)
+
     def count_hidden_terms(self, grad: Tensor) -> None:
         """The same for a product's output, if that is what the scores are: the last one comes first."""
         if self.hidden_scores == (grad.dim(), grad.shape[-1]):
