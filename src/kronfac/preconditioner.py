@@ -320,7 +320,11 @@ class Preconditioner:
             self.count("kl_clip_steps")
             self.count("kl_clip_active", (factor < 1).to(torch.int64))
         for (state, update), length in zip(updates, factors, strict=True):
-            state.layer.write(update.times(length))
+            if update.raw is None and isinstance(length, Tensor) and length.dim() == 0:
+                for target, value in state.layer.places(update.after):
+                    torch.mul(value, length, out=target)
+            else:
+                state.layer.write(update.times(length))
 
     def count(self, name: str, amount: int | Tensor = 1) -> None:
         """Add to a counter that :meth:`stats` shows."""

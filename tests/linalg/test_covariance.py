@@ -50,11 +50,11 @@ def test_gram_of_a_transposed_view() -> None:
     torch.testing.assert_close(gram(x), second_moment(x))
 
 
-@pytest.mark.parametrize("width", [130, 600])
+@pytest.mark.parametrize("width", [260, 600])
 def test_strips_of_a_wide_gram_mirror_each_other(width: int) -> None:
     product = gram(normal(400, width))
     torch.testing.assert_close(product, product.T)
-    assert torch.equal(product[:60, 80:], product[80:, :60].T)
+    assert torch.equal(product[:100, 160:], product[160:, :100].T)
 
 
 @pytest.mark.parametrize("width", [1, 64, 127, 128, 200, 512, 513, 1000])
@@ -64,7 +64,7 @@ def test_gram_flops_are_those_of_the_products(width: int, rows: int) -> None:
         gram(normal(rows, width))
     assert gram_flops(rows, width) == counter.get_total_flops()
     if rows >= width >= 512:
-        assert gram_flops(rows, width) < 0.6 * 2 * rows * width**2
+        assert gram_flops(rows, width) < 0.63 * 2 * rows * width**2
 
 
 @pytest.mark.parametrize("shape", [(9, 3), (400, 200), (2, 90, 70)])

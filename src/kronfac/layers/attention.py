@@ -56,9 +56,6 @@ class AttentionProjection(LinearLayer):
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return self._own_weight(grad)
 
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
-        self._own_weight(grad).copy_(matrix)
-
     def _own_weight(self, weight: Tensor) -> Tensor:
         return self._third(weight) if self.packed else weight
 

@@ -71,6 +71,6 @@ class ConvLayer(Layer):
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return grad.movedim(1, -1).reshape(self._weight_shape())
 
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
+    def _weight_place(self, grad: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
         target = grad.movedim(1, -1)
-        target.copy_(matrix.reshape(target.shape))
+        return target, matrix.reshape(target.shape)

@@ -147,17 +147,24 @@ class Layer(ABC):
         column = self._own_bias(column.detach()).reshape(*matrix.shape[:-1], 1)
         return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
 
-    def write(self, matrix: Tensor) -> None:
-        """Overwrite the parameters' gradients in place with a matrix shaped as ``V``."""
+    def places(self, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where the parts of a matrix shaped as ``V`` belong: views of gradients, and their values."""
         grad, bias = self.weight.grad, self.bias
         assert grad is not None
+        found = []
+        if bias is not None and self.bias_trains:
+            if bias.grad is not None:
+                target = self._own_bias(bias.grad)
+                found.append((target, matrix[..., -1].reshape(target.shape)))
+            matrix = matrix[..., :-1]
+        found.append(self._weight_place(grad, matrix))
+        return found
+
+    def write(self, matrix: Tensor) -> None:
+        """Overwrite the parameters' gradients in place with a matrix shaped as ``V``."""
         with torch.no_grad():
-            if bias is not None and self.bias_trains:
-                if bias.grad is not None:
-                    target = self._own_bias(bias.grad)
-                    target.copy_(matrix[..., -1].reshape(target.shape))
-                matrix = matrix[..., :-1]
-            self._write_weight(grad, matrix)
+            for target, value in self.places(matrix):
+                target.copy_(value)
 
     def _own_bias(self, bias: Tensor) -> Tensor:
         """The part of a bias-shaped tensor that belongs to this layer, as a view."""
@@ -171,6 +178,6 @@ class Layer(ABC):
     def _to_matrix(self, grad: Tensor) -> Tensor:
         """View the weight's gradient as a matrix."""
 
-    @abstractmethod
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
-        """Copy the matrix into the weight's gradient."""
+    def _weight_place(self, grad: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """A view of the weight's gradient, and the matrix in its shape."""
+        return self._to_matrix(grad), matrix

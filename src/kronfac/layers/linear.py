@@ -34,9 +34,6 @@ class LinearLayer(Layer):
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return grad
 
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
-        grad.copy_(matrix)
-
 
 class TransposedLinearLayer(LinearLayer):
     """``y = x W + b``: the weight is ``[d_in, d_out]``, as in the ``Conv1D`` of GPT-2."""
@@ -47,6 +44,3 @@ class TransposedLinearLayer(LinearLayer):
 
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return grad.T
-
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
-        grad.copy_(matrix.T)

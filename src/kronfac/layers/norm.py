@@ -66,8 +66,8 @@ class NormLayer(Layer):
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return grad.reshape(-1, 1, 1)
 
-    def _write_weight(self, grad: Tensor, matrix: Tensor) -> None:
-        grad.copy_(matrix.reshape(grad.shape))
+    def _weight_place(self, grad: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, matrix.reshape(grad.shape)
 
 
 class ChannelNormLayer(NormLayer):

@@ -193,7 +193,7 @@ class KFACBlock(Block):
             inverse = solution["G.inverse"]
             return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
-        turned = self._turn(solution, gradient) / (self._eigenvalues(solution) + damping)
+        turned = self._turn(solution, gradient) / self._damped(solution, damping)
         turned = turned if rotate_in is None else turned @ rotate_in.mT
         return turned if rotate_out is None else rotate_out @ turned
 
@@ -208,6 +208,13 @@ class KFACBlock(Block):
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
         turned = matrix if rotate_out is None else rotate_out.mT @ matrix
         return turned if rotate_in is None else turned @ rotate_in
+
+    def _damped(self, solution: Tensors, damping: float) -> Tensor:
+        """Eigenvalues of ``G ⊗ A + γI``, in one pass."""
+        values = solution["A.values"][..., None, :]
+        if self.forms["G"] == "identity":
+            return values + damping
+        return torch.addcmul(values.new_full((), damping), solution["G.values"][..., None], values)
 
     def _eigenvalues(self, solution: Tensors) -> Tensor:
         """Eigenvalues of ``G ⊗ A`` as a matrix, or as a row that stands for all of them."""
