@@ -28,8 +28,16 @@ GOALS = {
     ("resnet20", "sgd", (50, 500)): 0.05,
     ("transformer", "adamw", (10, 100)): 0.25,
 }
-#: What K-FAC stands before, and is compared with.
-BASES = {"resnet20": ("sgd",), "transformer": ("sgd", "adamw"), "mlp": ("sgd",)}
+#: What K-FAC stands before and is compared with, its solver, and its intervals.
+SETTINGS = {
+    "resnet20": [("sgd", "auto", INTERVALS)],
+    "transformer": [
+        ("sgd", "auto", INTERVALS),
+        ("adamw", "auto", INTERVALS),
+        ("adamw", "cholesky", INTERVALS[1:]),
+    ],
+    "mlp": [("sgd", "auto", INTERVALS)],
+}
 PER_FACTOR = ("observe-input", "observe-output", "reduce")
 OTHERS = ("adamw", "muon", "soap", "shampoo", "singd")
 
@@ -38,7 +46,12 @@ class Run:
     """A model with K-FAC over a base optimizer, past its first refresh."""
 
     def __init__(
-        self, workload: str, factor_every: int, refresh_every: int, base: str = "sgd"
+        self,
+        workload: str,
+        factor_every: int,
+        refresh_every: int,
+        base: str = "sgd",
+        solver: str = "auto",
     ) -> None:
         model, batch, loss = WORKLOADS[workload]()
         makers = {
@@ -48,6 +61,7 @@ class Run:
         self.optimizer = kronfac.KFAC(
             model,
             makers[base](),
+            solver=solver,
             factor_every=factor_every,
             refresh_every=refresh_every,
             early_refresh=False,
@@ -57,10 +71,12 @@ class Run:
         self.step()
 
 
-def measure(workload: str, base: str, interval: tuple[int, int], rounds: int) -> dict[str, Any]:
+def measure(
+    workload: str, base: str, solver: str, interval: tuple[int, int], rounds: int
+) -> dict[str, Any]:
     """Time one setting against the base alone."""
     factor_every, refresh_every = interval
-    run = Run(workload, factor_every, refresh_every, base)
+    run = Run(workload, factor_every, refresh_every, base, solver)
     model, batch, loss = WORKLOADS[workload]()
     alone = training_step(model, batch, loss, build(base, model, Config()))
     timings = interleave(
@@ -69,6 +85,7 @@ def measure(workload: str, base: str, interval: tuple[int, int], rounds: int) ->
     ratio = timings["kfac"].ratio(timings["base"])
     return {
         "base": base,
+        "solver": solver,
         "interval": f"{factor_every}/{refresh_every}",
         "base_ms": 1e3 * timings["base"].spread.median,
         "kfac_ms": 1e3 * timings["kfac"].spread.median,
@@ -188,9 +205,9 @@ def _ratio(timings: dict[str, Timing], name: str) -> dict[str, Any]:
 def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
     print(f"\n{workload}")
     rows = [
-        measure(workload, base, interval, rounds)
-        for base in BASES[workload]
-        for interval in INTERVALS
+        measure(workload, base, solver, interval, rounds)
+        for base, solver, intervals in SETTINGS[workload]
+        for interval in intervals
     ]
     costs = phase_costs(workload)
     assembled = assemble(costs, (50, 500))
@@ -203,7 +220,7 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
         goal = GOALS.get((workload, row["base"], interval))
         cells.append(
             [
-                f"{row['base']} {row['interval']}",
+                f"{row['base']} {row['interval']}{_solver(row)}",
                 f"{row['base_ms']:.1f}",
                 f"{row['kfac_ms']:.1f}" if "kfac_ms" in row else "",
                 f"{row['overhead']:+.1%}",
@@ -228,6 +245,11 @@ def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
         print("\n".join(f"  {name}: {PEERS[name].note}" for name in OTHERS))
         result["peers"] = others
     return result
+
+
+def _solver(row: dict[str, Any]) -> str:
+    solver = row.get("solver", "auto")
+    return "" if solver == "auto" else f" {solver}"
 
 
 def _spread(row: dict[str, Any]) -> str:

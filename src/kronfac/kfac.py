@@ -70,6 +70,7 @@ class KFAC(Preconditioned):
         grad_scaler: the ``torch.amp.GradScaler`` in use, whose factor is in what is observed; one that
             steps this optimizer is found by itself.
 
+    Attributes ``model`` and ``base`` are the watched model and the base optimizer.
     ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,
     and may be set as attributes later.
     """

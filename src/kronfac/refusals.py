@@ -29,8 +29,8 @@ def check_model(model: object) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise ValueError(
-                f"parameter {name!r} is sharded (DTensor); sharded models are not supported: build "
-                "the optimizer before sharding, or train without it."
+                f"parameter {name!r} is sharded (DTensor), which is not supported in this version: "
+                "train with whole parameters on every rank."
             )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> 
         if all(p is not layer.weight for p in layer.module.parameters()):
             raise RuntimeError(
                 f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
-                "to_empty, sharding or assignment); build the optimizer after that."
+                "to_empty or assignment, for example); build the optimizer after that."
             )
 
 
