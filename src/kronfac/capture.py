@@ -66,7 +66,7 @@ class Capture:
         #: The ticket and pass that an eager forward has opened.
         self._opened: tuple[Tensor, Pass | None] = (self.switch.no_pass, None)
         self.forward_seen = False
-        #: Whether the hook of any layer has ever been called outside a compiled graph.
+        #: Whether the hook of any layer has ever been called, compiled or not.
         self.hooks_work = False
         self._implicit: dict[int, Pass] = {}
         self._unrecorded: dict[nn.Module, list[Pass]] = {}
@@ -315,7 +315,7 @@ class Capture:
         self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]
     ) -> Pass:
         """The same for a product in a compiled graph."""
-        self.forward_seen = True
+        self.forward_seen = self.hooks_work = True
         return self.observe_call(state, seen, inputs)
 
     def _note_forward(self, module: nn.Module) -> None:

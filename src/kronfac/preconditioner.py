@@ -6,7 +6,6 @@ them. In one process nothing travels, so that *share* and *spread* are empty.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from kronfac import checkpoint
 from kronfac.batching import Batches
 from kronfac.capture import Capture
-from kronfac.compiled import anything_compiled
 from kronfac.config import Options, Schedules
 from kronfac.damping import AdaptiveDamping
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
+from kronfac.missing import Missing
 from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.quadratic import QuadraticModel
@@ -62,7 +61,7 @@ class Preconditioner:
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
         self._batches = Batches()
-        self._warned: set[str] = set()
+        self._missing = Missing(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Preconditioner:
 
     def _reduce(self) -> None:
         """Fold what was observed since the last step into the running averages."""
-        self._report_missing()
+        self._missing.report(self.layers.values())
         options = self.options
         normaliser = Normaliser(self.capture.passes, options.loss_average, options.sampled)
         decay = float(self.schedules.at("decay", self.clock.step))
@@ -190,49 +189,6 @@ class Preconditioner:
                 running.add(total.mul_(scale), normaliser.count(pending.finite))
             elif source == "gradient" and pending.gradients is not None:
                 running.add(total, pending.gradients)
-
-    def _report_missing(self) -> None:
-        """Name the layers that have a gradient but were not observed."""
-        sources = {
-            state: {one.source for one in state.block.statistics.values()}
-            for state in self.layers.values()
-            if state.has_gradient
-        }
-        missing = [
-            state
-            for state, wanted in sources.items()
-            if ("input" in wanted and not state.pending.has_inputs)
-            or ("output" in wanted and not state.pending.has_outputs)
-        ]
-        if missing and len(missing) == len(sources) and self.options.sampled:
-            raise RuntimeError(
-                f"fisher={self.options.fisher!r} has observed nothing: call "
-                "optimizer.observe(outputs, likelihood=...) between the forward pass and backward()."
-            )
-        nothing = bool(missing) and len(missing) == len(sources)
-        if nothing and not self.capture.hooks_work and anything_compiled():
-            listed = ", ".join(repr(state.name) for state in missing)
-            raise RuntimeError(
-                f"nothing was captured for {listed}: a compiled model does not notice hooks that are "
-                "added later. Build the optimizer before the first compiled call, or call "
-                "torch.compiler.reset() after it is built."
-            )
-        if self.options.on_missing == "ignore":
-            return
-        # A gradient of zeros belongs to a layer that was not used; looking at it makes the host wait.
-        new = [state for state in missing if state.name not in self._warned]
-        names = [state.name for state in new if _is_nonzero(state.layer.weight.grad)]
-        if not names:
-            return
-        message = (
-            f"nothing was captured for {', '.join(map(repr, names))} although there is a gradient: "
-            "the module's forward was not called in training mode (its weight may be used directly). "
-            "Such a gradient passes as it is; name the layer in exclude to accept that."
-        )
-        if self.options.on_missing == "raise":
-            raise RuntimeError(message)
-        self._warned.update(names)
-        warnings.warn(message, stacklevel=7)
 
     def _refresh(self) -> None:
         """Solve anew for the layers that are due."""
@@ -411,7 +367,3 @@ class Preconditioner:
 def _is_zero_on_host(rate: Any) -> bool:
     known = not isinstance(rate, Tensor) or rate.device.type == "cpu"
     return rate is not None and known and float(rate) == 0
-
-
-def _is_nonzero(grad: Tensor | None) -> bool:
-    return grad is not None and bool(grad.any())
