@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,6 +137,17 @@ def test_resume_is_bit_for_bit(way: str) -> None:
     resumed.load_state_dict(saved[1])
     train(again, resumed, range(4, 8))
     assert_same(parameters(again), parameters(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_and_pickles_go_on_bit_for_bit(copied: Any, way: str) -> None:
+    model = Twins()
+    optimizer = kfac(model, refresh_every=2)
+    train(model, optimizer, range(3))
+    twin = copied(optimizer)
+    train(model, optimizer, range(3, 6))
+    train(twin.model, twin, range(3, 6))
+    assert_same(parameters(twin.model), parameters(model))
 
 
 def test_parts_take_no_more_memory_than_their_sum(way: str) -> None:

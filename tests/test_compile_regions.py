@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,7 +156,7 @@ def test_observe_with_changing_batch_sizes(fisher: str) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_an_exported_model_contains_nothing_of_ours(training: bool, tmp_path: Path) -> None:
+def test_an_exported_model_contains_nothing_of_ours(training: bool) -> None:
     model = Net().train(training)
     optimizer = frozen_kfac(model)
     program = torch.export.export(model, (batch()[0],))

@@ -553,7 +553,11 @@ def test_a_closure_that_returns_nothing_is_refused() -> None:
 def test_after_detach_no_closure_is_needed() -> None:
     model, optimizer = running()
     optimizer.detach()
+    before = parameters(model)
     step(model, optimizer, batch())
+    lr = optimizer.param_groups[0]["lr"]
+    expected = {n: before[n] - lr * grad for n, grad in gradients(model).items()}
+    torch.testing.assert_close(parameters(model), expected)
 
 
 @pytest.mark.parametrize(

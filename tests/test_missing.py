@@ -70,12 +70,16 @@ def test_it_can_raise_instead() -> None:
 
 def test_it_can_be_silent() -> None:
     model = Functional()
-    step(model, frozen_kfac(model, on_missing="ignore"), batch())
+    optimizer = frozen_kfac(model, on_missing="ignore")
+    step(model, optimizer, batch())
+    assert optimizer.stats()["without_solution"] == ["read"]
 
 
 def test_a_layer_in_exclude_is_no_cause_for_a_warning() -> None:
     model = Functional()
-    step(model, frozen_kfac(model, exclude="read"), batch())
+    optimizer = frozen_kfac(model, exclude="read")
+    step(model, optimizer, batch())
+    assert optimizer.stats()["without_solution"] == []
 
 
 def test_a_layer_that_trains_in_evaluation_mode_is_named() -> None:
@@ -95,4 +99,6 @@ def test_several_layers_are_named_in_one_warning() -> None:
 def test_a_layer_without_a_gradient_is_no_cause_for_a_warning() -> None:
     model = Functional()
     model.read.requires_grad_(False)
-    step(model, frozen_kfac(model), batch())
+    optimizer = frozen_kfac(model)
+    step(model, optimizer, batch())
+    assert optimizer.stats()["without_solution"] == []

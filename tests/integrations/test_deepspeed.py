@@ -73,6 +73,7 @@ def test_a_group_that_the_user_freezes_may_leave() -> None:
     model[0].requires_grad_(False)
     del optimizer.param_groups[0]
     train(model, optimizer, range(2))
+    assert optimizer.stats()["steps"] == 4
 
 
 def test_a_model_emptied_after_the_optimizer_was_made_is_refused() -> None:
@@ -90,3 +91,4 @@ def test_a_weight_that_is_pruned_later_is_still_the_same_tensor() -> None:
     train(model, optimizer, range(2))
     nn.utils.prune.l1_unstructured(model[0], "weight", amount=1)
     train(model, optimizer, range(2))
+    assert optimizer.stats()["steps"] == 4
