@@ -1,0 +1,133 @@
+"""The work of a model in numbers: all that placement, fusion and planning know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StatisticUnit:
+    """A statistic that is added over ranks.
+
+    Args:
+        key: ``"<layer>/<statistic>"``.
+        elements: how many numbers of it travel (one triangle of a symmetric one).
+        itemsize: bytes of each.
+    """
+
+    key: str
+    elements: int
+    itemsize: int = 4
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class PartUnit:
+    """A part of a layer's solution that can be solved on its own.
+
+    Args:
+        name: the part's name within its layer.
+        statistics: keys of the statistics that it is solved from.
+        flops: operations to solve it.
+        solution_elements: how many numbers its solution has.
+        shared_flops: if several ranks can solve it together, the operations that each of them repeats
+            while the rest is divided; ``None`` if it cannot be divided.
+    """
+
+    name: str
+    statistics: tuple[str, ...]
+    flops: int
+    solution_elements: int
+    shared_flops: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerUnit:
+    """One layer.
+
+    Args:
+        name: the layer's name, unique in the model.
+        statistics: what is observed.
+        parts: what is solved.
+        precondition_flops: operations to apply the solution, at every step.
+        gradient_elements: size of its gradient.
+        itemsize: bytes of each number of solution and gradient.
+        tied_to: name of the first layer whose parameters it shares (itself if none): such layers
+            have to stay together where parameters have owners.
+    """
+
+    name: str
+    statistics: tuple[StatisticUnit, ...]
+    parts: tuple[PartUnit, ...]
+    precondition_flops: int
+    gradient_elements: int
+    itemsize: int = 4
+    tied_to: str = ""
+
+    @property
+    def solve_flops(self) -> int:
+        """Operations to solve all parts."""
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def solution_bytes(self) -> int:
+        """Bytes of the whole solution."""
+        return sum(part.solution_elements for part in self.parts) * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.gradient_elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Link:
+    """The time that a message of ``m`` bytes takes: ``latency + m·seconds_per_byte``.
+
+    ``seconds_per_byte`` is that of a byte that one rank sends to another.
+    """
+
+    latency: float = 5e-5
+    seconds_per_byte: float = 1e-10
+
+    def all_reduce(self, size: int, ranks: int) -> float:
+        """Ring: every rank sends ``2(P-1)/P·m``."""
+        return self._time(size * 2 * (ranks - 1) / ranks, ranks)
+
+    def reduce(self, size: int, ranks: int) -> float:
+        """Every rank sends ``m``."""
+        return self._time(size, ranks)
+
+    def broadcast(self, size: int, ranks: int) -> float:
+        """Every rank passes ``m`` on."""
+        return self._time(size, ranks)
+
+    def _time(self, sent: float, ranks: int) -> float:
+        return 0.0 if ranks == 1 or sent == 0 else self.latency + sent * self.seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The time that operations take on one rank."""
+
+    solve_flops_per_second: float = 2e10
+    product_flops_per_second: float = 1e11
+    overhead: float = 2e-5
+
+    def solve(self, flops: float) -> float:
+        """Seconds of a decomposition or inverse."""
+        return self.overhead + flops / self.solve_flops_per_second if flops else 0.0
+
+    def product(self, flops: float) -> float:
+        """Seconds of products of matrices."""
+        return self.overhead + flops / self.product_flops_per_second if flops else 0.0
+
+
+def total_bytes(units: Sequence[StatisticUnit]) -> int:
+    """Bytes of several statistics."""
+    return sum(unit.bytes for unit in units)
