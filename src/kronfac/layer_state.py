@@ -27,6 +27,8 @@ class LayerState:
         self.fell_back = False
         self.note = ""
         self.offset = 0
+        #: Whether this rank observes the layer.
+        self.observed = True
         self._make_block = make_block
         self.reset()
 

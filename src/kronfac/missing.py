@@ -23,7 +23,7 @@ class Missing:
 
     def report(self, states: Iterable[LayerState]) -> None:
         """Look at what the step that is being taken has observed."""
-        trained = [state for state in states if state.has_gradient]
+        trained = [state for state in states if state.has_gradient and state.observed]
         missing = [state for state in trained if _is_missing(state)]
         if missing and len(missing) == len(trained):
             self._explain_nothing(missing)
