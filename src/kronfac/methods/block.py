@@ -93,6 +93,8 @@ class Block(ABC):
     statistics: Mapping[str, Statistic]
     #: Names and shapes of the tensors that :meth:`refresh` returns.
     solution_shapes: Mapping[str, Shape]
+    #: Those of them of which a triangle says all.
+    symmetric_solutions: frozenset[str] = frozenset()
     #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
     #: each call is observed when it happens and nothing is kept.
     holds_rows: bool = False

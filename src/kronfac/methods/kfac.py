@@ -91,6 +91,9 @@ class KFACBlock(Block):
                     self.solution_shapes[f"{side}.vectors"] = matrix
             else:
                 self.solution_shapes[f"{side}.inverse"] = matrix if form == "dense" else vector
+        self.symmetric_solutions = frozenset(
+            f"{side}.inverse" for side, form in self.forms.items() if form == "dense"
+        )
 
     # --- observing ------------------------------------------------------------------------------
 
