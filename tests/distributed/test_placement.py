@@ -250,7 +250,7 @@ def test_what_each_scheme_is(size: int) -> None:
     comm_opt = place(layers, size, "comm-opt", split=False)
     assert all(comm_opt.workers(layer.name) == everyone for layer in layers)
     assert all(len(ranks) == 1 for ranks in solvers_of(layers, comm_opt))
-    used = {ranks for ranks in solvers_of(layers, comm_opt)}
+    used = set(solvers_of(layers, comm_opt))
     assert len(used) == size
     for scheme in ("mem-opt", "local", "layer-parallel"):
         alone = place(layers, size, scheme)

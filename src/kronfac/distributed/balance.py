@@ -56,7 +56,7 @@ def divide(jobs: Sequence[Divisible], bins: int) -> list[list[int]]:
     highest = best.makespan
     tried = set()
     for step in range(_BOUNDS - 1, -1, -1):
-        bound = lowest + (highest - lowest) * step / _BOUNDS
+        bound = lowest + (highest - lowest) * (step / _BOUNDS) ** 2  # denser towards the ideal
         pieces = [1] * len(jobs)
         for index in large:
             pieces[index] = _fewest_pieces(jobs[index], bins, bound)
