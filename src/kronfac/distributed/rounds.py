@@ -181,7 +181,7 @@ class Round:
         """Leave each statistic with its keeper."""
         for key, (state, name) in self.sources.items():
             running = state.running[name]
-            if self.counts[key] > 0 and self.team.keeps(state, name):
+            if self.counts[key] > 0 and state.keeps(name):
                 running.sum = sums[key]
                 running.count = new_count(self.counts[key], state.layer.weight.device)
             else:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from kronfac.distributed.channel import Channel
 from kronfac.distributed.flat import Item
@@ -22,6 +23,7 @@ from kronfac.layer_state import LayerState
 from kronfac.phases import Phases
 from kronfac.planner.calibrate import measure_compute, measure_link
 from kronfac.planner.choose import choose
+from kronfac.statistics import count_dtype
 
 
 class Team:
@@ -39,7 +41,7 @@ class Team:
         self.overlap = {"seconds": 0.0, "hidden": 0.0}
         self._units: dict[LayerState, LayerUnit] = {}
         self._names: dict[LayerState, str] = {}
-        self._stale = False
+        self._stale = self._has_news = self._loaded = False
         self._expected: list[LayerState] = []
         self._moment: Callable[[], Moment] | None = None
         self._parcels: dict[tuple[Any, ...], list[Parcel]] = {}
@@ -64,9 +66,6 @@ class Team:
             self._units[state] = unit_of(name, state, self.settings.triangles, first)
         units = [self._units[state] for state in new]
         self._place(units, refresh_every)
-        for state in new:
-            state.observed = not self.is_local or self.works_on(state)
-
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         scheme = self.settings.scheme
         if scheme == "auto" and self.placement is not None:
@@ -99,6 +98,11 @@ class Team:
         self.column: Channel = self.world.channel(tuple(grid.column(grid.column_of(rank))))
         self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
         self._parcels.clear()
+        for state in self._units:
+            state.works = self.works_on(state)
+            state.observed = state.works or not self.is_local
+            kept = (name for name in state.running if self._keeps(state, name))
+            state.kept = frozenset(kept)
 
     def measured_link(self) -> Link:
         """How fast messages are, measured once."""
@@ -146,12 +150,49 @@ class Team:
         needs = self._placed.needs(self._units[state], self.key(state, name))
         return needs[0] if needs is not None and len(needs) == 1 else None
 
-    def keeps(self, state: LayerState, name: str) -> bool:
-        """Whether this rank keeps a statistic between rounds."""
+    def _keeps(self, state: LayerState, name: str) -> bool:
+        if self.is_local:
+            return state.works
         unit = self._units[state]
         index = list(self._units).index(state)
         keeper = self._placed.keeper(unit, self.key(state, name), index)
         return keeper == self.world.rank
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks have observed something since the last round."""
+        return self._has_news and not self.is_local
+
+    def start_anew(self) -> None:
+        """Forget what is under way, after state was loaded."""
+        self.round, self._expected, self._has_news, self._loaded = None, [], False, True
+
+    def agree_on_solutions(self, states: Sequence[LayerState]) -> None:
+        """After loading: a layer whose solution any of its ranks misses is solved anew by all."""
+        if not self._loaded:
+            return
+        self._loaded = False
+        missing = [float(s.works and s.solution is None and s.solved_at is not None) for s in states]
+        never = [float(state.solved_at is None) for state in states]
+        total = self.world.total([*missing, *never]).tolist()
+        for index, state in enumerate(states):
+            if total[index] or 0 < total[index + len(states)] < self.world.size:
+                state.forget_solution()
+
+    def add_up(self, total: Tensor, model: nn.Module) -> Tensor:
+        """Add a number over layers, of which each rank knows those that it works on."""
+        if self.row.size == 1:
+            return total
+        device = next(model.parameters()).device
+        flat = total.to(device, count_dtype(device)).reshape(1)
+        if self._placed.grid.row_of(self.world.rank) != 0:
+            flat = torch.zeros_like(flat)  # the ranks of another row know the same layers
+        self.world.all.all_reduce("rescale", flat).wait()
+        return flat[0]
+
+    def stats(self) -> dict[str, Any]:
+        """What has travelled."""
+        return {**self.world.ledger.stats(), "overlap": dict(self.overlap)}
 
     # --- statistics -----------------------------------------------------------------------------
 
@@ -177,6 +218,7 @@ class Team:
 
     def before_fold(self, states: Sequence[LayerState], passes: Any) -> None:
         """Look at what has been observed until the step, before it is folded and forgotten."""
+        self._has_news = True
         self._stale = self.round is not None and self.round.is_stale(passes)
         for state in states:
             for name, running in state.running.items():
@@ -193,6 +235,8 @@ class Team:
         if current is None:
             current, self._stale = Round(self, states), False
         self.round = None
+        if len(states) == len(self._units):
+            self._has_news = False
         return current, current.finish(self._stale)
 
     def consolidate(self, states: Sequence[LayerState]) -> None:
