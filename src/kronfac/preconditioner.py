@@ -8,6 +8,7 @@ together is in :mod:`kronfac.distributed.team`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -162,6 +163,15 @@ class Preconditioner:
             with self.phases("spread"):
                 self.team.spread([s for s in self.layers.values() if _is_preconditioned(s)])
 
+    def only_own(self) -> AbstractContextManager[None]:
+        """Let the base optimizer step only what this rank owns, where parameters have owners."""
+        return nullcontext() if self.ownership is None else self.ownership.only_own()
+
+    def consolidate(self) -> None:
+        """Add up what ranks have observed since the last refresh."""
+        if self.team is not None:
+            self.team.consolidate(list(self.layers.values()))
+
     def advance(self) -> None:
         """Count a completed step."""
         self.clock.step += 1
@@ -196,9 +206,10 @@ class Preconditioner:
         if bound is None:
             return
         with self.phases("clip"):
-            own = self.ownership if self.ownership is not None and self.ownership.active else None
-            trained = [p for group in groups for p in group["params"]]
-            clip_gradients(trained if own is None else own.own(), bound, own and own.add_up)
+            if self.ownership is not None and self.ownership.active:
+                clip_gradients(self.ownership.own(), bound, self.ownership.add_up)
+            else:
+                clip_gradients([p for group in groups for p in group["params"]], bound, None)
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
         """Whether this is the zero-gradient step by which loaders make state appear.

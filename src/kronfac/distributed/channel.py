@@ -119,9 +119,7 @@ class Channel:
         if self._alone(phase, "gather", padded):
             return rows
         found = [torch.empty_like(padded) for _ in self.members]
-        work = self._start(
-            phase, lambda: dist.all_gather(found, padded, self.group, async_op=True)
-        )
+        work = self._start(phase, lambda: dist.all_gather(found, padded, self.group, async_op=True))
         Arrival(phase, [work]).wait()
         kept = [part[..., :count, :] for part, count in zip(found, counts, strict=True)]
         return torch.cat(kept, dim=-2)
@@ -135,7 +133,9 @@ class Channel:
         received: list[list[Tensor]] = []
         for one in own:
             part = flat[one.start : one.stop]
-            pieces = [part.clone() if m == self.rank else torch.empty_like(part) for m in self.members]
+            pieces = [
+                part.clone() if m == self.rank else torch.empty_like(part) for m in self.members
+            ]
             received.append(pieces)
             for member, piece in zip(self.members, pieces, strict=True):
                 if member != self.rank:

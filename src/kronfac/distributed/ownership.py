@@ -38,6 +38,11 @@ class Ownership:
         """Whether parameters have owners."""
         return bool(self.owners)
 
+    @property
+    def separate(self) -> bool:
+        """Whether each rank has gradients of its own until the step."""
+        return self.active and self.reduces
+
     def assign(self, states: Sequence[LayerState], groups: Sequence[dict[str, Any]]) -> None:
         """Give each parameter of a layer to the layer's owner, and the others to whoever has least."""
         self.owners.clear()

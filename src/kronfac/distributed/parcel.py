@@ -16,7 +16,12 @@ class Parcel:
     """Tensors of one rank in one message to all members of a channel."""
 
     def __init__(
-        self, items: Sequence[Item], root: int, channel: Channel, phase: Phase, wire: torch.dtype | None
+        self,
+        items: Sequence[Item],
+        root: int,
+        channel: Channel,
+        phase: Phase,
+        wire: torch.dtype | None,
     ) -> None:
         self.root = root
         self.channel = channel

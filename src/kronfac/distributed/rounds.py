@@ -143,7 +143,7 @@ class Round:
             sizes[key] = [(name, values.numel(), tuple(shape))]
             numbers.append(values.to(world.device, numbers[0].dtype).reshape(-1))
         total = world.total(torch.cat(numbers))
-        found = total.tolist()  # the host waits, as it does for any refresh
+        found: list[float] = total.tolist()  # the host waits, as it does for any refresh
         position = 1
         for key, (state, _name) in self.sources.items():
             self.counts[key] = found[position]
@@ -160,8 +160,7 @@ class Round:
         gathered = {key: self._gather(key) for key in self.gathered}
         if gathered:
             yield gathered
-        for sums in self.reduction.arrivals():
-            yield sums
+        yield from self.reduction.arrivals()
 
     def _gather(self, key: str) -> Tensor:
         """Rows of all ranks, side by side."""
@@ -247,5 +246,3 @@ class Plan:
         arrivals = [Arrival(keys[i], ready[i], sizes[keys[i]]) for i in order]
         size = team.world.size
         self.groups = fuse(arrivals, lambda m: link.reduce(m, size), link.latency)
-
-

@@ -33,11 +33,10 @@ class Solving:
         self.damping = damping
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
-        self.missing = {state: False for state in due}
-        self.failed = {state: False for state in due}
+        self.missing = dict.fromkeys(due, False)
+        self.failed = dict.fromkeys(due, False)
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
-        self._parcels: list[Parcel] = []
-        self._buckets: list[Bucket] = []
+        self._messages: list[Parcel | Bucket] = []
 
     def run(
         self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]
@@ -55,10 +54,7 @@ class Solving:
         for _ in arrivals:
             pass
         with phases("share"):
-            outcome = self._agree()
-            for message in (*self._parcels, *self._buckets):
-                message.wait()
-        return outcome
+            return self._agree()
 
     def _solve_stage(self, stage: Sequence[Work]) -> None:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
@@ -84,8 +80,7 @@ class Solving:
                     bucket = Bucket([item], team.column, wire, phase="share")
                     bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
                     bucket.launch()
-                    self._buckets.append(bucket)
-                    self._local[state][_name(item.key)] = torch.empty(0)  # filled on arrival
+                    self._messages.append(bucket)
         found: dict[Work, dict[str, Tensor] | None] = {}
         for state, part, rank in owned:
             if rank == team.world.rank:
@@ -116,7 +111,7 @@ class Solving:
                 for key in parcel.keys:
                     parcel.put(key, values.get(key))
             parcel.launch()
-            self._parcels.append(parcel)
+            self._messages.append(parcel)
 
     def _items(self, state: LayerState, part: str, root: int | None) -> list[Item]:
         block, weight = state.block, state.layer.weight
@@ -170,8 +165,6 @@ class Solving:
         flags = [float(self.missing[state]) for state in self.due]
         flags += [float(self.failed[state] and not self.missing[state]) for state in self.due]
         total = self.team.world.total(flags).tolist()
-        for message in (*self._parcels, *self._buckets):
-            message.wait()
         arrived = self._arrived()
         outcome: dict[LayerState, dict[str, Tensor] | None] = {}
         for index, state in enumerate(self.due):
@@ -182,21 +175,21 @@ class Solving:
                 outcome[state] = None
             elif self.team.works_on(state):
                 names = state.block.solution_shapes
+                keys = {name: self.team.key(state, name) for name in names}
                 own = self._local[state]
                 outcome[state] = {
-                    name: arrived.get(self.team.key(state, name), own.get(name, torch.empty(0)))
-                    for name in names
+                    name: arrived[key] if key in arrived else own[name]
+                    for name, key in keys.items()
                 }
             else:
                 outcome[state] = {}
         return outcome
 
     def _arrived(self) -> dict[str, Tensor]:
-        found = {}
-        for parcel in self._parcels:
-            found |= {key: parcel.take(key) for key in parcel.keys}
-        for bucket in self._buckets:
-            found |= bucket.sums()
+        found: dict[str, Tensor] = {}
+        for message in self._messages:
+            message.wait()
+            found |= {key: message.flat.take(key) for key in message.keys}
         return found
 
 

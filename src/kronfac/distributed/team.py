@@ -1,8 +1,9 @@
-"""What several ranks do together for one optimizer: where each layer's work is done, and how it travels."""
+"""What several ranks do together for one optimizer: who does which work, and how it travels."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Team:
         self.overlap = {"seconds": 0.0, "hidden": 0.0}
         self._units: dict[LayerState, LayerUnit] = {}
         self._names: dict[LayerState, str] = {}
-        self._stale = self._has_news = self._loaded = False
+        self._stale = self._has_news = self._loaded = self._warned = False
         self._expected: list[LayerState] = []
         self._moment: Callable[[], Moment] | None = None
         self._parcels: dict[tuple[Any, ...], list[Parcel]] = {}
@@ -66,6 +67,7 @@ class Team:
             self._units[state] = unit_of(name, state, self.settings.triangles, first)
         units = [self._units[state] for state in new]
         self._place(units, refresh_every)
+
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         scheme = self.settings.scheme
         if scheme == "auto" and self.placement is not None:
@@ -163,6 +165,16 @@ class Team:
         """Whether ranks have observed something since the last round."""
         return self._has_news and not self.is_local
 
+    def warn_if_partial(self) -> None:
+        """Say once that a state leaves something out."""
+        if self.is_partial and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "this state leaves out what other ranks have observed since the last refresh; call "
+                "optimizer.consolidate() on all ranks before state_dict() to have it in.",
+                stacklevel=4,
+            )
+
     def start_anew(self) -> None:
         """Forget what is under way, after state was loaded."""
         self.round, self._expected, self._has_news, self._loaded = None, [], False, True
@@ -172,7 +184,9 @@ class Team:
         if not self._loaded:
             return
         self._loaded = False
-        missing = [float(s.works and s.solution is None and s.solved_at is not None) for s in states]
+        missing = [
+            float(s.works and s.solution is None and s.solved_at is not None) for s in states
+        ]
         never = [float(state.solved_at is None) for state in states]
         total = self.world.total([*missing, *never]).tolist()
         for index, state in enumerate(states):

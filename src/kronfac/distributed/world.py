@@ -26,6 +26,10 @@ class World:
         self.global_ranks = dist.get_process_group_ranks(self.parent)
         self.size = len(self.global_ranks)
         self.rank = dist.get_rank(self.parent)
+        if self.rank < 0:
+            raise ValueError(
+                "this rank is not a member of process_group; build the optimizer only on its members."
+            )
         self.ledger = Ledger()
         self._timeout = _timeout(self.parent)
         self._channels: dict[tuple[int, ...], Channel] = {}

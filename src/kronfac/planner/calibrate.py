@@ -23,10 +23,11 @@ def measure_link(world: World, repeat: int = 3) -> Link:
         return Link(0.0, 0.0)
     small = torch.zeros(1, device=world.device)
     large = torch.zeros(PROBE_BYTES // 4, device=world.device)
-    seconds = [
-        _seconds(lambda flat=flat: world.all.all_reduce("control", flat).wait(), world, repeat)
-        for flat in (small, large)
-    ]
+
+    def send(flat: torch.Tensor) -> float:
+        return _seconds(lambda: world.all.all_reduce("control", flat).wait(), world, repeat)
+
+    seconds = [send(small), send(large)]
     latency, whole = (t / world.size for t in world.total(seconds).tolist())
     sent = PROBE_BYTES * 2 * (world.size - 1) / world.size
     return Link(latency, max(whole - latency, 1e-9) / sent)
