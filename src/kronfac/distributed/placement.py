@@ -132,7 +132,10 @@ class _Job:
             unit.bytes for unit in self.layer.statistics if unit.key in self.part.statistics
         )
         added = link.all_reduce(size, self.workers) - link.broadcast(size, self.workers)
-        return max(0.0, added) + link.broadcast(statistics, pieces)
+        copies = link.broadcast(
+            statistics * (pieces - 1), pieces
+        )  # sent by the one that has the sum
+        return max(0.0, added) + copies
 
 
 def _workers(scheme: str | Hybrid, size: int) -> int:
