@@ -346,6 +346,13 @@ class Preconditioned(Optimizer, Joinable, ABC):
     def _step_supports_amp_scaling(self) -> bool:
         """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
         scaler = calling_scaler()
+        ownership = self._preconditioner.ownership
+        if scaler is not None and ownership is not None and ownership.separate:
+            raise RuntimeError(
+                "a gradient scaler looks at gradients before they are averaged, so that ranks would "
+                "not skip the same steps: with distribute='layer-parallel', wrap the model in "
+                "DistributedDataParallel to use one."
+            )
         if scaler is not None and scaler is not self.grad_scaler:
             self._preconditioner.capture.adopt(scaler)
         return False

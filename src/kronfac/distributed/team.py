@@ -253,7 +253,8 @@ class Team:
         if current is None:
             current, self._stale = Round(self, states), False
         self.round = None
-        if len(states) == len(self._units):
+        done = set(states)
+        if all(state in done or not state.layer.weight.requires_grad for state in self._units):
             self._has_news = False
         return current, current.finish(self._stale)
 
