@@ -183,7 +183,8 @@ def on_rank(rank: int, case: Case, scheme: Any, wrapped: bool = True) -> Outcome
         if not same_bits(plain):
             outcome.differing_steps.append(number)
     outcome.parameters, outcome.stats = parameters(plain), optimizer.stats()
-    outcome.scheme = str(optimizer.placement.scheme)
+    if optimizer.placement is not None:  # one rank shares nothing out
+        outcome.scheme = str(optimizer.placement.scheme)
     return outcome
 
 
