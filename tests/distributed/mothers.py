@@ -61,7 +61,9 @@ def _wait_for_orders() -> dict[str, Any] | None:
             if not child:
                 break
             children -= 1
-            print(json.dumps({"ended": child, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+            print(
+                json.dumps({"ended": child, "code": os.waitstatus_to_exitcode(status)}), flush=True
+            )
 
 
 def _serve() -> None:
