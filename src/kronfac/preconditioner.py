@@ -195,7 +195,13 @@ class Preconditioner:
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
-        return Moment(decay, self.capture.passes, self._normaliser)
+        return Moment(decay, self.capture.passes, self._early_normaliser)
+
+    def _early_normaliser(self) -> Normaliser | None:
+        counts = self.options.loss_average == "token"
+        if counts and any(seen.terms is None for seen in self.capture.passes):
+            return None
+        return self._normaliser()
 
     def _normaliser(self) -> Normaliser:
         options = self.options
