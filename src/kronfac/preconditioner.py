@@ -143,6 +143,9 @@ class Preconditioner:
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
         if self.team is not None:
+            for state in self.layers.values():
+                if state.layer.stale():
+                    state.reset()  # also where this rank has not observed it
             self.team.agree_on_solutions(list(self.layers.values()))
         if self.ownership is not None:
             self.ownership.reduce_gradients()
