@@ -78,6 +78,8 @@ class Reduction:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
+        for bucket in self.buckets:
+            bucket.flat.packed.clear()
         self._where = {key: n for n, bucket in enumerate(self.buckets) for key in bucket.keys}
         self._next = 0
         #: Seconds that messages were under way, and how many of them were spent waiting.
@@ -106,10 +108,12 @@ class Reduction:
             self._next += 1
 
     def complete(self, content: Callable[[str], Tensor | None]) -> None:
-        """Send off whatever has not left."""
+        """Send off whatever has not left, with what it is by now."""
         for bucket in self.buckets[self._next :]:
             for key in bucket.keys:
-                self.offer(key, content(key))
+                bucket.flat.put(key, content(key))
+            bucket.launch()
+            self._next += 1
 
     def arrivals(self) -> Iterator[Mapping[str, Tensor]]:
         """The sums that belong to this rank, bucket by bucket, as they arrive."""
