@@ -30,7 +30,9 @@ class Slow(Channel):
 
 def reduction() -> tuple[Reduction, Slow]:
     channel = Slow()
-    items = [[Item(key, (), torch.float32, torch.device("cpu")) for key in group] for group in GROUPS]
+    items = [
+        [Item(key, (), torch.float32, torch.device("cpu")) for key in group] for group in GROUPS
+    ]
     return Reduction(make_buckets(items, channel, None)), channel
 
 
