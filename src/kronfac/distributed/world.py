@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -66,7 +68,14 @@ class World:
         return found
 
     def check_equal(self, here: Mapping[str, Any]) -> None:
-        """Raise the same error on all ranks unless they all bring equal descriptions."""
+        """Raise the same error on all ranks unless they all bring equal descriptions.
+
+        Those of thousands of ranks would be a lot to send, so that digests are compared first.
+        """
+        digest = torch.tensor(_digest(here))
+        most, least = self.total(torch.cat([digest, -digest]), dist.ReduceOp.MAX).chunk(2)
+        if torch.equal(most, -least):
+            return
         everywhere = self.gather(dict(here))
         problems = []
         for name in here:
@@ -80,6 +89,12 @@ class World:
                 "the ranks do not agree: " + "; ".join(problems[:3]) + ". Build the same model and "
                 "optimizer, with the same options and versions, on every rank."
             )
+
+
+def _digest(described: Mapping[str, Any]) -> list[float]:
+    """Small numbers, which any backend can compare, that differ if the descriptions do."""
+    text = json.dumps(described, sort_keys=True, default=repr)
+    return [float(byte) for byte in hashlib.sha256(text.encode()).digest()]
 
 
 def _difference(name: str, first: Any, other: Any, rank: int) -> str:
