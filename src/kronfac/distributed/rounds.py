@@ -265,4 +265,4 @@ class Plan:
         arrivals = [Arrival(keys[i], ready[i], sizes[keys[i]]) for i in order]
         size = team.world.size
         groups = fuse(arrivals, lambda m: link.reduce(m, size), link.latency)
-        self.groups = team.world.gather(groups)[0]  # whatever rounding does, one plan for all
+        self.groups = team.world.first(groups)  # whatever rounding does, one plan for all

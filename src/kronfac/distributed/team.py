@@ -96,7 +96,7 @@ class Team:
                 split=self.settings.split,
             )
         if self.settings.scheme in ("auto", "spd"):  # they follow measurements
-            placement = Placement.from_json(self.world.gather(placement.to_json())[0])
+            placement = Placement.from_json(self.world.first(placement.to_json()))
         if self.placement is not None:
             seats = {**self.placement.seats, **placement.seats}
             placement = Placement(placement.scheme, placement.grid, seats)
