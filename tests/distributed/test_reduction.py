@@ -1,70 +1,98 @@
-"""Buckets leave when everything is in them, and nothing is written into them afterwards."""
+"""Buckets leave in order, once, and nobody writes into them on their way."""
 
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
-from kronfac.distributed.channel import Arrival
+from kronfac.distributed.channel import Arrival, Channel
 from kronfac.distributed.flat import Item
-from kronfac.distributed.reduction import Bucket, Reduction
+from kronfac.distributed.ledger import Ledger
+from kronfac.distributed.reduction import Reduction, make_buckets
+
+GROUPS = [["a", "b"], ["c"], ["d", "e"]]
 
 
-class Doubling:
-    """Stands for two ranks with the same tensors, and is as fast as a channel can be."""
+class Slow(Channel):
+    """Looks at a message when it is launched, and again when it is waited for."""
 
-    rank = 0
+    def __init__(self) -> None:
+        super().__init__(None, (0,), 0, Ledger())
+        self.launched: list[list[float]] = []
 
-    def all_reduce(self, phase: Any, flat: Tensor) -> Arrival:
-        flat.mul_(2)
-        return Arrival(phase)
+    def all_reduce(self, phase, flat, op=None):  # type: ignore[no-untyped-def]
+        self.launched.append(flat.tolist())
 
+        def check() -> None:
+            assert flat.tolist() in self.launched, "it was written to on its way"
+            flat.mul_(10)
 
-def bucket(*keys: str) -> Bucket:
-    items = [Item(key, (2,), torch.float32, torch.device("cpu")) for key in keys]
-    return Bucket(items, Doubling())  # type: ignore[arg-type]
-
-
-def value(key: str) -> Tensor:
-    return torch.full((2,), float(ord(key)))
+        return Arrival(phase, then=check)
 
 
-def sums(reduction: Reduction) -> dict[str, Tensor]:
-    return {key: total for arrived in reduction.arrivals() for key, total in arrived.items()}
+def reduction() -> tuple[Reduction, Slow]:
+    channel = Slow()
+    items = [
+        [Item(key, (), torch.float32, torch.device("cpu")) for key in group] for group in GROUPS
+    ]
+    return Reduction(make_buckets(items, channel, None)), channel
 
 
-@pytest.mark.parametrize("early", ["", "a", "b", "c", "ab", "bc", "ca", "abc", "cab"])
-def test_every_sum_is_whole_whatever_was_ready_early(early: str) -> None:
-    reduction = Reduction([bucket("a", "b"), bucket("c")])
-    for key in early:
-        reduction.offer(key, value(key))
-    reduction.complete(value)
-    for key, total in sums(reduction).items():
-        assert torch.equal(total, 2 * value(key)), key
+def number(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
-def test_what_was_ready_early_but_has_not_left_is_replaced() -> None:
-    reduction = Reduction([bucket("a", "b")])
-    reduction.offer("b", torch.zeros(2))
-    reduction.complete(value)
-    assert torch.equal(sums(reduction)["b"], 2 * value("b"))
+VALUES = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}
 
 
-def test_a_round_that_was_given_up_leaves_nothing_behind() -> None:
-    buckets = [bucket("a", "b")]
-    Reduction(buckets).offer("a", torch.zeros(2))
-    reduction = Reduction(buckets)
-    reduction.offer("b", value("b"))
-    assert not reduction.has_left("a")
-    reduction.complete(value)
-    assert torch.equal(sums(reduction)["a"], 2 * value("a"))
+def finish(one: Reduction) -> dict[str, float]:
+    one.complete(lambda key: number(VALUES[key]))
+    found: dict[str, float] = {}
+    for sums in one.arrivals():
+        found |= {key: float(value) for key, value in sums.items()}
+    return found
+
+
+TIMES_TEN = {key: 10 * value for key, value in VALUES.items()}
+
+
+def test_buckets_leave_in_order_as_soon_as_they_are_full() -> None:
+    one, channel = reduction()
+    for key in ("c", "b"):
+        one.offer(key, number(VALUES[key]))
+    assert channel.launched == []
+    one.offer("a", number(1.0))
+    assert channel.launched == [[1.0, 2.0], [3.0]]
+    assert one.has_left("c")
+    assert not one.has_left("d")
+    assert finish(one) == TIMES_TEN
+    assert channel.launched == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+
+
+def test_what_was_full_but_not_next_leaves_once_and_as_it_is_at_the_end() -> None:
+    one, channel = reduction()
+    for key in ("c", "d", "e"):
+        one.offer(key, number(-1.0))  # more is observed later
+    assert finish(one) == TIMES_TEN
+    assert channel.launched == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+
+
+def test_nothing_is_left_over_for_the_next_round() -> None:
+    one, channel = reduction()
+    for key in ("c", "d", "e"):
+        one.offer(key, number(VALUES[key]))
+    finish(one)
+    again = Reduction(one.buckets)
+    channel.launched.clear()
+    again.offer("a", number(1.0))
+    again.offer("b", number(2.0))
+    assert channel.launched == [[1.0, 2.0]]
+    assert finish(again) == TIMES_TEN
 
 
 def test_a_round_can_be_repeated() -> None:
-    reduction = Reduction([bucket("a", "b"), bucket("c")])
-    reduction.complete(lambda _: torch.zeros(2))
-    reduction.restart()
-    reduction.complete(value)
-    for key, total in sums(reduction).items():
-        assert torch.equal(total, 2 * value(key)), key
+    one, channel = reduction()
+    for key in VALUES:
+        one.offer(key, number(-1.0))
+    assert len(channel.launched) == 3
+    one.restart()
+    assert finish(one) == TIMES_TEN
+    assert len(channel.launched) == 6

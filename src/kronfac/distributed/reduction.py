@@ -78,8 +78,6 @@ class Reduction:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
-        for bucket in self.buckets:
-            bucket.flat.packed.clear()  # of a round that was given up
         self._where = {key: n for n, bucket in enumerate(self.buckets) for key in bucket.keys}
         self._next = 0
         #: Seconds that messages were under way, and how many of them were spent waiting.
@@ -102,18 +100,21 @@ class Reduction:
 
     def offer(self, key: str, tensor: Tensor | None) -> None:
         """Put a tensor into its bucket and send off what is full and next in order."""
+        assert not self.has_left(key)
         self.buckets[self._where[key]].flat.put(key, tensor)
         while self._next < len(self.buckets) and self.buckets[self._next].flat.full:
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
 
     def complete(self, content: Callable[[str], Tensor | None]) -> None:
-        """Send off whatever has not left, with what there is to send now."""
+        """Send off whatever has not left."""
         for bucket in self.buckets[self._next :]:
             for key in bucket.keys:
                 bucket.flat.put(key, content(key))
-            bucket.launch()  # not before its last tensor is in place
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch()
+        self._next += 1
 
     def arrivals(self) -> Iterator[Mapping[str, Tensor]]:
         """The sums that belong to this rank, bucket by bucket, as they arrive."""
