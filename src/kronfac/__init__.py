@@ -2,12 +2,15 @@
 
 from kronfac import layers
 from kronfac.damping import LevenbergMarquardt
+from kronfac.distributed.scheme import Distribute, Hybrid
 from kronfac.kfac import KFAC, param_groups
 from kronfac.layers import register_layer
 
 __version__ = "0.1.0"
 __all__ = [
     "KFAC",
+    "Distribute",
+    "Hybrid",
     "LevenbergMarquardt",
     "__version__",
     "layers",

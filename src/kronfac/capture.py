@@ -8,7 +8,7 @@ is in :mod:`kronfac.compiled`; both ways end in ``observe_call`` and ``observe_o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,6 +58,8 @@ class Capture:
         self.number = compiled.register(self)
         #: Number and weight of the draw of ``observe()`` that is on its way through a compiled model.
         self.draw: tuple[int, float] | None = None
+        #: Told of each side of a call that has been observed.
+        self.listener: Callable[[LayerState, str], None] | None = None
         self._watches: dict[nn.Module, Watch] = {}
         self._handles: list[RemovableHandle] = []
         self._due = True
@@ -324,6 +326,8 @@ class Capture:
             self.forward_seen = True
 
     def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
+        if not state.observed:
+            return
         with self.phases("observe-input"):
             rows = state.layer.inputs(values)
             if rows is None:
@@ -334,6 +338,8 @@ class Capture:
                 state.pending.hold_input(rows.summed(), rows.positions, seen)
             else:
                 state.pending.add_input(state.block.observe_input(rows), rows.count)
+        if self.listener is not None:
+            self.listener(state, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
         """Pass of a layer that is called outside the model's forward.
@@ -385,8 +391,10 @@ class Capture:
         ``kept`` are the product's inputs if the layer needs them again. ``share`` is its weight in a
         mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
         """
+        self.passes[seen] = None
+        if not state.observed:
+            return
         with self.phases("observe-output"):
-            self.passes[seen] = None
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)
@@ -399,6 +407,8 @@ class Capture:
                 state.pending.hold_output(rows.summed(), seen, draw, share)
             else:
                 state.pending.add_output(state.block.observe_output(rows), seen, share)
+        if self.listener is not None:
+            self.listener(state, "output")
 
     def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""

@@ -20,6 +20,8 @@ from kronfac.statistics import count_dtype
 
 PREFIX = "kronfac."
 _NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
+#: What several ranks have agreed on (empty in one process).
+_PLAN = f"{PREFIX}plan"
 _NEVER = -(2**62)  # staggered layers may have refreshed at negative steps
 
 
@@ -28,12 +30,13 @@ def merge(
     names: list[list[str]],
     shapes: list[list[list[int]]],
     entries: Mapping[str, dict[str, Any]],
+    plan: str = "",
 ) -> dict[str, Any]:
     """Add our entries, keyed by parameter name, to a base optimizer's state dict."""
     groups = []
     state = {key: dict(value) for key, value in base["state"].items()}
     for group, group_names, group_shapes in zip(base["param_groups"], names, shapes, strict=True):
-        groups.append({**group, _NAMES: group_names, _SHAPES: group_shapes})
+        groups.append({**group, _NAMES: group_names, _SHAPES: group_shapes, _PLAN: plan})
         for index, name in zip(group["params"], group_names, strict=True):
             if name in entries:
                 mine = {f"{PREFIX}{key}": value for key, value in entries[name].items()}
@@ -68,6 +71,7 @@ def split(
             own = dict(zip(saved_names, group["param_names"], strict=True))
             group["param_names"] = [own[name] for name in current]
         del group[_SHAPES]
+        group.pop(_PLAN, None)
         group["params"] = list(range(start, start + len(current)))
         for index, name in zip(group["params"], current, strict=True):
             entry = saved["state"].get(where[name], {})
@@ -79,6 +83,11 @@ def split(
             }
         start += len(current)
     return {**saved, "state": state, "param_groups": groups}, ours
+
+
+def plan_of(saved: Mapping[str, Any]) -> str:
+    """What the ranks that wrote a checkpoint had agreed on; empty if it was one process."""
+    return next((group[_PLAN] for group in saved["param_groups"] if _PLAN in group), "")
 
 
 def _is_ours(key: Any) -> bool:
@@ -115,7 +124,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     """
     entry: dict[str, Any] = {}
     for name, running in state.running.items():
-        if running.sum is not None:
+        if running.sum is not None and state.keeps(name):
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
@@ -174,20 +183,22 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         return value.detach().to(device, dtype, copy=True)
 
     for name, running in state.running.items():
-        if f"{name}.sum" in entry:
+        if f"{name}.sum" in entry and state.keeps(name):
             running.sum = read(f"{name}.sum", dtype)
             running.count = read(f"{name}.count", count_dtype(device))
-    if "momentum" in entry:
+    if "momentum" in entry and state.works:
         state.momentum = read("momentum", dtype)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.block.solution_shapes
+    state.solved_at = None if solved == _NEVER else solved
+    state.last_refresh = None if last == _NEVER else last
+    if not state.works:
+        return
     if all(f"solution.{name}" in entry for name in names):
         state.solution = {name: read(f"solution.{name}", dtype) for name in names}
-        state.solved_at = None if solved == _NEVER else solved
-        state.last_refresh = None if last == _NEVER else last
     elif solved != _NEVER:
-        state.has_news = True
+        state.forget_solution()
         warnings.warn(
             f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
             "computed anew from the saved statistics at the next step.",

@@ -58,6 +58,7 @@ class Options:
     include: tuple[Pattern, ...]
     exclude: tuple[Pattern, ...]
     on_missing: Missing
+    max_grad_norm: float | None = None
 
     @property
     def sampled(self) -> bool:
@@ -84,6 +85,8 @@ class Options:
             raise ValueError("nesterov=True needs momentum > 0; give momentum=0.9, for example.")
         check_positive("kl_clip", self.kl_clip)
         check_count("max_dim", self.max_dim)
+        if self.max_grad_norm is not None:
+            check_positive("max_grad_norm", self.max_grad_norm)
         self._check_loss_average()
         for name in ("include", "exclude"):
             for pattern in getattr(self, name):

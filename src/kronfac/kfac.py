@@ -25,6 +25,7 @@ from kronfac.config import (
     resolve_rescale,
 )
 from kronfac.damping import LevenbergMarquardt, as_schedule
+from kronfac.distributed.scheme import Distribute, Hybrid, as_distribute
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.methods.kfac import KFACBlock
@@ -69,6 +70,13 @@ class KFAC(Preconditioned):
             ``"raise"`` or ``"ignore"``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, whose factor is in what is observed; one that
             steps this optimizer is found by itself.
+        max_grad_norm: clip the norm of all gradients together to this, before they are preconditioned.
+        distribute: how the work is shared out when there are several ranks: ``"auto"`` (the best of
+            the others for this model and network, always with the same numbers), ``"replicated"``,
+            ``"comm-opt"``, ``"mem-opt"``, :class:`kronfac.Hybrid`, ``"local"`` (statistics of the
+            owner's own batches), ``"layer-parallel"``, ``"spd"``; a :class:`kronfac.Distribute` adds
+            details.
+        process_group: the ranks that train one model on different data; by default all of them.
 
     Attributes ``model`` and ``base`` are the watched model and the base optimizer.
     ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,
@@ -99,6 +107,9 @@ class KFAC(Preconditioned):
         exclude: Pattern | Sequence[Pattern] | None = None,
         on_missing: Missing = "warn",
         grad_scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        distribute: str | Hybrid | Distribute = "auto",
+        process_group: Any = None,
     ) -> None:
         options = Options(
             fisher=fisher,
@@ -115,9 +126,11 @@ class KFAC(Preconditioned):
             include=as_patterns(include),
             exclude=as_patterns(exclude),
             on_missing=on_missing,
+            max_grad_norm=max_grad_norm,
         )
         schedules = Schedules(as_schedule(damping), factor_every, refresh_every, decay)
-        super().__init__(model, base_optimizer, options, schedules)
+        settings = as_distribute(distribute)
+        super().__init__(model, base_optimizer, options, schedules, settings, process_group)
         self.grad_scaler = grad_scaler
 
     def _make_block(self, layer: Layer, per_sample: bool) -> Block:

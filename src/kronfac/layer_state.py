@@ -27,6 +27,10 @@ class LayerState:
         self.fell_back = False
         self.note = ""
         self.offset = 0
+        #: Whether this rank observes the layer, and holds its solution.
+        self.observed = self.works = True
+        #: Names of the statistics that this rank keeps; ``None`` for all of them.
+        self.kept: frozenset[str] | None = None
         self._make_block = make_block
         self.reset()
 
@@ -55,6 +59,15 @@ class LayerState:
         weight = self.layer.weight
         return weight.requires_grad and weight.grad is not None and not weight.grad.is_sparse
 
+    def forget_solution(self) -> None:
+        """Let it be solved anew at the next step, from the statistics that there are."""
+        self.solution = self.solved_at = self.last_refresh = None
+        self.has_news = True
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank keeps a statistic between refreshes."""
+        return self.kept is None or name in self.kept
+
     def fall_back_to_expand(self) -> None:
         """Give up per-sample rows for a layer whose rows do not group by sample."""
         self.per_sample = False
@@ -73,14 +86,15 @@ class LayerState:
         """Make every tensor at its final shape without giving it a meaning."""
         weight = self.layer.weight
         dtype, device = self.layer.factor_dtype, weight.device
-        for running in self.running.values():
-            running.allocate(dtype, device)
-        if self.solution is None:
+        for name, running in self.running.items():
+            if self.keeps(name):
+                running.allocate(dtype, device)
+        if self.solution is None and self.works:
             self.solution = {
                 name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)
                 for name, shape in self.block.solution_shapes.items()
             }
         if self.pending.dropped is None:
             self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
-        if self.has_momentum and self.momentum is None:
+        if self.has_momentum and self.momentum is None and self.works:
             self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)

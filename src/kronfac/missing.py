@@ -23,7 +23,7 @@ class Missing:
 
     def report(self, states: Iterable[LayerState]) -> None:
         """Look at what the step that is being taken has observed."""
-        trained = [state for state in states if state.has_gradient]
+        trained = [state for state in states if state.has_gradient and state.observed]
         missing = [state for state in trained if _is_missing(state)]
         if missing and len(missing) == len(trained):
             self._explain_nothing(missing)
@@ -31,7 +31,17 @@ class Missing:
             return
         # A gradient of zeros belongs to a layer that was not used; looking at it makes the host wait.
         new = [state for state in missing if state.name not in self._warned]
-        names = [state.name for state in new if _is_nonzero(state.layer.weight.grad)]
+        self._tell([state.name for state in new if _is_nonzero(state.layer.weight.grad)])
+
+    def report_unseen(self, states: Iterable[LayerState]) -> None:
+        """The same for layers that no rank has observed."""
+        found = [state for state in states if state.has_gradient]
+        if found and not self.capture.hooks_work and anything_compiled():
+            self._explain_nothing(found)
+        if self.options.on_missing != "ignore":
+            self._tell([state.name for state in found if state.name not in self._warned])
+
+    def _tell(self, names: list[str]) -> None:
         if not names:
             return
         message = (

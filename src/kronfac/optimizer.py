@@ -9,9 +9,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.metadata import version
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -19,18 +21,45 @@ from torch.optim import Optimizer
 from kronfac import checkpoint
 from kronfac.config import Count, Number, Options, Schedules, check_scaler
 from kronfac.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
+from kronfac.distributed.agreement import (
+    check_gradients,
+    check_parameters,
+    described,
+    uses_ddp,
+)
+from kronfac.distributed.gathering import gather_state
+from kronfac.distributed.placement import Placement
+from kronfac.distributed.scheme import Distribute
+from kronfac.distributed.team import Team
+from kronfac.distributed.world import World
 from kronfac.hooks import remove_inert_hooks
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.preconditioner import Preconditioner
-from kronfac.refusals import check_base, check_curvature, check_lever, check_model, check_tensors
+from kronfac.refusals import (
+    check_base,
+    check_curvature,
+    check_lever,
+    check_model,
+    check_ranks,
+    check_tensors,
+)
 from kronfac.scaling import calling_scaler
 from kronfac.selection import outermost, plain_name, unwrap
 from kronfac.summary import describe
 from kronfac.trial import Trial
 
+if dist.is_available():
+    from torch.distributed.algorithms.join import Joinable, JoinHook
 
-class Preconditioned(Optimizer, ABC):
+    from kronfac.distributed.join import ShadowHook, exchange_gradients, is_joining
+else:
+
+    class Joinable:  # type: ignore[no-redef]
+        """Stands in where torch was built without distributed training."""
+
+
+class Preconditioned(Optimizer, Joinable, ABC):
     """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
@@ -39,17 +68,33 @@ class Preconditioned(Optimizer, ABC):
     """
 
     def __init__(
-        self, model: nn.Module, base_optimizer: Optimizer, options: Options, schedules: Schedules
+        self,
+        model: nn.Module,
+        base_optimizer: Optimizer,
+        options: Options,
+        schedules: Schedules,
+        distribute: Distribute,
+        process_group: Any = None,
     ) -> None:
         check_model(model)
         check_base(base_optimizer)
-        self._build(model, base_optimizer, options, schedules)
+        self._build(model, base_optimizer, options, schedules, distribute, process_group)
 
     def _build(
-        self, model: nn.Module, base: Optimizer, options: Options, schedules: Schedules
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        options: Options,
+        schedules: Schedules,
+        distribute: Distribute,
+        process_group: Any = None,
     ) -> None:
         self.model = model
         self.base = base
+        if dist.is_available():
+            Joinable.__init__(self)
+        self._distribute = distribute
+        self._compared = False
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
         Optimizer.__setstate__(self, {})
@@ -57,6 +102,40 @@ class Preconditioned(Optimizer, ABC):
         self._preconditioner.attach(self.param_groups)
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
+        if dist.is_available() and dist.is_initialized():
+            world = World(process_group)
+            if world.size > 1:
+                self._join(world)
+
+    def _join(self, world: World) -> None:
+        """Share the work out over ranks, after it is clear that they have the same in mind."""
+        ours = self._preconditioner
+        world.check_equal(self._fingerprint())
+        check_ranks(self._distribute.scheme, ours.options.rescale, ours.schedules.get("damping"))
+        team = Team(world, self._distribute, ours.phases)
+        ours.join(team, self.param_groups, reduces_gradients=not uses_ddp(self.model))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        ours = self._preconditioner
+        names = ("damping", "factor_every", "refresh_every", "decay")
+        return {
+            "version": version("kronfac"),
+            "torch": str(torch.__version__),
+            "method": type(self).__name__,
+            "base optimizer": type(self.base).__name__,
+            "option": described(vars(ours.options)),
+            "hyperparameter": described({name: ours.schedules.get(name) for name in names}),
+            "distribute": repr(self._distribute),
+            "parameter": {
+                name: f"{tuple(p.shape)} {p.dtype}"
+                for p, name in self._names().items()
+                if not isinstance(p, UninitializedParameter)
+            },
+            "layer": {
+                f"{state.name}{state.layer.part}": f"{state.layer.matrix_shape} {state.block.label}"
+                for state in ours.layers.values()
+            },
+        }
 
     @abstractmethod
     def _make_block(self, layer: Layer, per_sample: bool) -> Block:
@@ -114,16 +193,96 @@ class Preconditioned(Optimizer, ABC):
             check_tensors(ours.watched(), self.param_groups)
         if ours.is_empty_step(self.param_groups):
             ours.allocate(self.param_groups)
-            self.base.step()
+            with ours.only_own():
+                self.base.step()
             return loss
+        if ours.team is not None:
+            self._meet(ours.team, active=True)
         trial.begin(loss)
         ours.run(self.param_groups)
         trial.choose_update()
-        with ours.phases("base"):
-            self.base.step()
+        self._step_base()
         trial.judge()
         ours.advance()
         return loss
+
+    def _step_base(self) -> None:
+        ours = self._preconditioner
+        with ours.phases("base"), ours.only_own():
+            self.base.step()
+        if ours.ownership is not None:
+            ours.ownership.spread_weights()
+
+    # --- several ranks --------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which rank does what; ``None`` in one process."""
+        team = self._preconditioner.team
+        return None if team is None else team.placement
+
+    def _meet(self, team: Team, active: bool) -> None:
+        """See that all ranks are at the same step, with the same gradients."""
+        ours = self._preconditioner
+        trained = [p for group in self.param_groups for p in group["params"]]
+        separate = ours.ownership is not None and ours.ownership.separate
+        joining = is_joining(self) if active else True
+        if joining and not separate:
+            exchange_gradients(team.world, trained, active)
+        if self._compared:
+            return
+        self._compared = True
+        if separate:
+            check_parameters(team.world, trained)
+        else:
+            check_gradients(team.world, trained)
+
+    @torch.no_grad()
+    def _shadow_step(self) -> None:
+        """The step of a rank that has run out of batches."""
+        ours = self._preconditioner
+        if ours.team is None:
+            return
+        ours.capture.clear()
+        if ours.ownership is not None and ours.ownership.separate:
+            self.base.zero_grad()
+        self._meet(ours.team, active=False)
+        ours.run(self.param_groups)
+        self._step_base()
+        ours.advance()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        return next(self.model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        team = self._preconditioner.team
+        return dist.group.WORLD if team is None else team.world.parent
+
+    def consolidate(self) -> None:
+        """Add up what ranks have observed since the last refresh; all of them call it together.
+
+        Training goes on from the same tensors, so that a state saved afterwards resumes exactly.
+        """
+        self._preconditioner.consolidate()
+
+    def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """Return the whole state on rank ``to``, and ``None`` elsewhere; all ranks call it together.
+
+        It is the same for any number of ranks and any scheme, its tensors are on the CPU, and every
+        rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
+        """
+        self.consolidate()
+        own = self.state_dict()
+        team = self._preconditioner.team
+        return own if team is None else gather_state(team.world, own, to)
 
     # --- hyperparameters that may change --------------------------------------------------------
 
@@ -293,7 +452,11 @@ class Preconditioned(Optimizer, ABC):
             # not if the base has state from the start, as Adagrad does.
             ours.allocate(self.param_groups)
         entries = ours.entries(self._names())
-        result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries)
+        plan = ""
+        if ours.team is not None:
+            plan = ours.team.describe()
+            ours.team.warn_if_partial()
+        result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries, plan)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
             result = result if replaced is None else replaced
@@ -311,6 +474,9 @@ class Preconditioned(Optimizer, ABC):
                 "statistics start anew.",
                 stacklevel=2,
             )
+        team, plan = self._preconditioner.team, checkpoint.plan_of(state_dict)
+        if team is not None and plan:
+            team.resume(plan)
         self._preconditioner.check_entries(self._names(), ours or {})
         self.base.load_state_dict(base)
         self._preconditioner.load_entries(self._names(), ours or {})
@@ -341,12 +507,14 @@ class Preconditioned(Optimizer, ABC):
             "schedules": ours.schedules,
             "scaler": self.grad_scaler,
             "detached": ours.detached,
+            "distribute": self._distribute,
             "entries": ours.entries(self._names()),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch the copied model and continue from the copied tensors."""
-        self._build(state["model"], state["base"], state["options"], state["schedules"])
+        settings = (state["options"], state["schedules"], state["distribute"])
+        self._build(state["model"], state["base"], *settings)
         self._preconditioner.load_entries(self._names(), state["entries"])
         self.grad_scaler = state["scaler"]
         if state["detached"]:

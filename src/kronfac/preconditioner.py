@@ -1,12 +1,14 @@
 """The six phases of a step on one model: the only place that knows every other room.
 
-*reduce* statistics, *refresh* solutions, *share* them, *precondition* gradients, *spread* and *rescale*
-them. In one process nothing travels, so that *share* and *spread* are empty.
+*reduce* statistics, *refresh* solutions, *share* them, *precondition* gradients, *rescale* and *spread*
+them. In one process nothing travels, so that *share* and *spread* are empty; what several ranks do
+together is in :mod:`kronfac.distributed.team`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +17,13 @@ from torch import Tensor, nn
 from kronfac import checkpoint
 from kronfac.batching import Batches
 from kronfac.capture import Capture
+from kronfac.clipping import clip_gradients
 from kronfac.config import Options, Schedules
 from kronfac.damping import AdaptiveDamping
+from kronfac.distributed.ledger import Ledger
+from kronfac.distributed.ownership import Ownership
+from kronfac.distributed.rounds import Moment
+from kronfac.distributed.team import Team
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
@@ -25,7 +32,7 @@ from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.quadratic import QuadraticModel
 from kronfac.refusals import check_curvature, check_lever, check_plain_steps
-from kronfac.rescale import Update, graft_factors, kl_clip_factor, unit_factor
+from kronfac.rescale import Update, graft_factors, kl_clip_factor, kl_clip_sum, unit_factor
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
 from kronfac.statistics import Normaliser
@@ -60,6 +67,8 @@ class Preconditioner:
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
+        self.team: Team | None = None
+        self.ownership: Ownership | None = None
         self._batches = Batches()
         self._missing = Missing(options, self.capture)
 
@@ -100,6 +109,23 @@ class Preconditioner:
             costs = [state.block.cost.refresh_flops for state in states]
             for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
                 state.offset = offset
+        if self.team is not None:
+            self._share_out(self.team, groups)
+
+    def join(self, team: Team, groups: ParamGroups, reduces_gradients: bool) -> None:
+        """Share the work out over ranks from now on."""
+        self.team = team
+        self.ownership = Ownership(team, reduces_gradients)
+        self.capture.listener = team.observed
+        self._share_out(team, groups)
+        self._announce()
+
+    def _share_out(self, team: Team, groups: ParamGroups) -> None:
+        team.attach(
+            list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
+        )
+        if self.ownership is not None and team.owns_parameters:
+            self.ownership.assign(list(self.layers.values()), groups)
 
     def detach(self) -> None:
         """Remove every hook and forget all layers, for good."""
@@ -116,28 +142,74 @@ class Preconditioner:
 
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
-        if self.capture.due:
+        if self.team is not None:
+            self.team.agree_on_solutions(list(self.layers.values()))
+        if self.ownership is not None:
+            self.ownership.reduce_gradients()
+        self._clip(groups)
+        taken = self.capture.due
+        if taken:
             with self.phases("reduce"):
                 try:
                     self._reduce()
                 finally:
                     self.capture.clear()  # an error that is caught must not count a batch twice
-        with self.phases("refresh"):
-            self._refresh()
+        self._refresh(taken)
         with self.phases("precondition"):
             updates = self._precondition(groups)
         with self.phases("rescale"):
             self._rescale(updates)
+        if self.team is not None and self.team.spreads:
+            with self.phases("spread"):
+                self.team.spread([s for s in self.layers.values() if _is_preconditioned(s)])
+
+    def only_own(self) -> AbstractContextManager[None]:
+        """Let the base optimizer step only what this rank owns, where parameters have owners."""
+        return nullcontext() if self.ownership is None else self.ownership.only_own()
+
+    def consolidate(self) -> None:
+        """Add up what ranks have observed since the last refresh."""
+        if self.team is not None:
+            self.team.consolidate(list(self.layers.values()))
 
     def advance(self) -> None:
         """Count a completed step."""
         self.clock.step += 1
         self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        self._announce()
 
     def reschedule(self) -> None:
         """Take a changed interval into account, from the next forward on."""
         if not self.capture.forward_seen and not self.detached:
             self.capture.due = self.clock.factor_due()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
+        if self.team is None:
+            return
+        due = []
+        if self.capture.due and not self.detached:
+            due = [s for s in self.layers.values() if self._may_refresh(s)]
+        self.team.expect(due, self._moment)
+
+    def _moment(self) -> Moment:
+        decay = float(self.schedules.at("decay", self.clock.step))
+        return Moment(decay, self.capture.passes, self._normaliser)
+
+    def _normaliser(self) -> Normaliser:
+        options = self.options
+        return Normaliser(self.capture.passes, options.loss_average, options.sampled)
+
+    def _clip(self, groups: ParamGroups) -> None:
+        bound = self.options.max_grad_norm
+        if bound is None:
+            return
+        with self.phases("clip"):
+            if self.ownership is not None and self.ownership.active:
+                clip_gradients(self.ownership.own(), bound, self.ownership.add_up)
+            else:
+                clip_gradients([p for group in groups for p in group["params"]], bound, None)
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
         """Whether this is the zero-gradient step by which loaders make state appear.
@@ -161,11 +233,14 @@ class Preconditioner:
 
     def _reduce(self) -> None:
         """Fold what was observed since the last step into the running averages."""
-        self._missing.report(self.layers.values())
-        options = self.options
-        normaliser = Normaliser(self.capture.passes, options.loss_average, options.sampled)
+        states = list(self.layers.values())
+        if self.team is None:
+            self._missing.report(states)
+        else:
+            self.team.before_fold(states, self.capture.passes)
+        normaliser = self._normaliser()
         decay = float(self.schedules.at("decay", self.clock.step))
-        for state in self.layers.values():
+        for state in states:
             self._fold(state, normaliser, decay)
             state.has_news = True
         self.clock.mark_factor()
@@ -174,7 +249,8 @@ class Preconditioner:
     def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
         pending = state.pending
         pending.settle()
-        if state.has_gradient:
+        owned = self.ownership is None or not self.ownership.active or state.works
+        if state.has_gradient and owned:
             pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
         for name, running in state.running.items():
             running.decay(decay)
@@ -190,27 +266,43 @@ class Preconditioner:
             elif source == "gradient" and pending.gradients is not None:
                 running.add(total, pending.gradients)
 
-    def _refresh(self) -> None:
+    def _may_refresh(self, state: LayerState) -> bool:
+        return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
+
+    def _refresh(self, taken: bool) -> None:
         """Solve anew for the layers that are due."""
         damping = float(self.schedules.at("damping", self.clock.step))
-        for state in self.layers.values():
-            if not state.layer.weight.requires_grad:
-                continue
-            if not self.clock.refresh_due(state.last_refresh):
-                continue
-            if state.last_refresh is None and not state.has_news:
-                continue  # nothing new since it could not be solved
+        due = [
+            state
+            for state in self.layers.values()
+            # A layer that could not be solved yet waits for something new.
+            if self._may_refresh(state) and (state.last_refresh is not None or state.has_news)
+        ]
+        for state in due:
             state.has_news = False
-            if any(running.sum is None for running in state.running.values()):
-                continue
-            means = {name: running.mean() for name, running in state.running.items()}
-            ready = {name: mean for name, mean in means.items() if mean is not None}
-            if len(ready) == len(means):
-                self._solve(state, ready, damping)
+        if self.team is None:
+            with self.phases("refresh"):
+                for state in due:
+                    self._solve_here(state, damping)
+        elif due:
+            solutions = self.team.solve(due, damping)
+            for state, solution in solutions.items():
+                self._take(state, solution)
+            self._missing.report_unseen(state for state in due if state not in solutions)
+        elif taken and not self.team.settings.deferred:
+            self.team.consolidate(list(self.layers.values()))
 
-    def _solve(self, state: LayerState, means: dict[str, Tensor], damping: float) -> None:
+    def _solve_here(self, state: LayerState, damping: float) -> None:
+        if any(running.sum is None for running in state.running.values()):
+            return
+        means = {name: running.mean() for name, running in state.running.items()}
+        ready = {name: mean for name, mean in means.items() if mean is not None}
+        if len(ready) == len(means):
+            self._take(state, state.block.refresh(ready, damping))
+
+    def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
+        """Use a new solution from now on; without one, the last good one stays."""
         step = self.clock.step
-        solution = state.block.refresh(means, damping)
         if solution is None:
             state.failures += 1
             state.failures_in_a_row += 1
@@ -220,7 +312,8 @@ class Preconditioner:
                     "in a row; raise damping, or name the layer in exclude."
                 )
         else:
-            state.solution, state.solved_at, state.failures_in_a_row = solution, step, 0
+            state.solution = solution if state.works else None
+            state.solved_at, state.failures_in_a_row = step, 0
             self.count("refreshes")
         if state.last_refresh is None and self.options.stagger and state.offset:
             interval = int(self.schedules.at("refresh_every", step))
@@ -240,6 +333,8 @@ class Preconditioner:
                 continue
             if state.layer.stale():
                 state.reset()
+            if not state.works:
+                continue
             before = self._with_momentum(state, state.layer.gradient())
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
@@ -271,7 +366,10 @@ class Preconditioner:
         elif rule == "unit":
             factors = [unit_factor(step) for step in steps]
         elif rule == "kl-clip":
-            factor = kl_clip_factor(steps, self.options.kl_clip)
+            total = kl_clip_sum(steps)
+            if self.team is not None:
+                total = self.team.add_up(total, self.model)
+            factor = kl_clip_factor(total, self.options.kl_clip)
             factors = [factor] * len(steps)
             self.count("kl_clip_steps")
             self.count("kl_clip_active", (factor < 1).to(torch.int64))
@@ -294,6 +392,7 @@ class Preconditioner:
         counters = {name: int(value) for name, value in self.counters.items()}
         return {
             "steps": self.clock.step,
+            **(Ledger().stats() if self.team is None else self.team.stats()),
             "factor_updates": counters.get("factor_updates", 0),
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),
@@ -315,10 +414,11 @@ class Preconditioner:
     def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
         """What is saved, by parameter name; every trainable parameter has at least the step."""
         step = torch.tensor(self.clock.step, dtype=torch.int64)
+        partial = torch.tensor(self.team is not None and self.team.is_partial)
         found: dict[str, dict[str, Any]] = {
             name: {"step": step} for p, name in names.items() if p.requires_grad
         }
-        shared: dict[str, Any] = {"step": step}
+        shared: dict[str, Any] = {"step": step, "partial": partial}
         last = -1 if self.clock.last_factor is None else self.clock.last_factor
         shared["last_factor"] = torch.tensor(last, dtype=torch.int64)
         random, damping = self.observer.random_state(), self.schedules.get("damping")
@@ -355,6 +455,9 @@ class Preconditioner:
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
         self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        if self.team is not None:
+            self.team.start_anew()
+            self._announce()
 
     def check_entries(
         self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
@@ -362,6 +465,10 @@ class Preconditioner:
         """Raise if saved tensors do not fit, before anything is changed."""
         for (parameter, _), state in self.layers.items():
             checkpoint.check_layer(state, entries.get(names[parameter], {}))
+
+
+def _is_preconditioned(state: LayerState) -> bool:
+    return state.solved_at is not None and state.layer.weight.requires_grad
 
 
 def _is_zero_on_host(rate: Any) -> bool:

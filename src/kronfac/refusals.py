@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,11 +31,21 @@ def check_model(model: object) -> None:
                 f"parameter {name!r} is sharded (DTensor), which is not supported in this version: "
                 "train with whole parameters on every rank."
             )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"a process group of {dist.get_world_size()} ranks is initialised, but statistics are "
-            "not combined over ranks in this version: train in one process."
-        )
+
+
+def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
+    """Raise if several ranks cannot do together what one process does."""
+    if scheme != "layer-parallel":
+        return
+    for name, used in (
+        ("rescale='quadratic'", rescale == "quadratic"),
+        ("damping=LevenbergMarquardt(...)", isinstance(damping, AdaptiveDamping)),
+    ):
+        if used:
+            raise ValueError(
+                f"{name} needs every rank's gradients, which distribute='layer-parallel' leaves with "
+                "their owners: choose another scheme."
+            )
 
 
 def check_base(base: object) -> None:

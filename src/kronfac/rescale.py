@@ -57,9 +57,13 @@ def unit_factor(update: Update) -> Tensor:
     return _ratio(torch.full_like(norm, target), norm)
 
 
-def kl_clip_factor(updates: Sequence[Update], bound: float) -> Tensor:
+def kl_clip_sum(updates: Sequence[Update]) -> Tensor:
+    """``Σ lr²⟨v, g⟩`` over some layers."""
+    return sum((_step_size(update) for update in updates), start=torch.zeros(()))
+
+
+def kl_clip_factor(total: Tensor, bound: float) -> Tensor:
     """``ν = min(1, √(κ / Σ lr²⟨v, g⟩))`` over all layers; 1 when the sum is not positive."""
-    total = sum((_step_size(update) for update in updates), start=torch.zeros(()))
     usable = total > 0
     safe = torch.where(usable, total, torch.ones_like(total))
     return torch.where(usable, (bound / safe).sqrt().clamp(max=1), torch.ones_like(total))

@@ -103,6 +103,8 @@ class Pending:
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         self.calls = 0
+        #: How often each side has changed since the last step.
+        self.versions = {"input": 0, "output": 0, "gradient": 0}
 
     @property
     def empty(self) -> bool:
@@ -123,6 +125,7 @@ class Pending:
         """Add one call's input side; a non-finite one is dropped and counted."""
         if not contributions:
             return
+        self.versions["input"] += 1
         finite = self._screen(contributions)
         self._accumulate(contributions)
         counted = finite.to(count_dtype(finite.device)) * rows
@@ -134,6 +137,7 @@ class Pending:
         """Add one call's output side, weighted; a non-finite one is dropped and counted."""
         if not contributions:
             return
+        self.versions["output"] += 1
         if share != 1:
             for name, value in contributions.items():
                 gathered = self.block.statistics[name].combine == "gather"
@@ -183,6 +187,7 @@ class Pending:
 
     def divide_outputs(self, scale: Tensor) -> None:
         """Take a factor out of the output gradients that have been observed so far."""
+        self.versions["output"] += 1
         for name, statistic in self.block.statistics.items():
             if statistic.source == "output" and name in self.sums:
                 total = self.sums[name]
@@ -193,6 +198,7 @@ class Pending:
 
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
+        self.versions["output"] = 0
         self.finite.clear()
         self.held_outputs.clear()
         for name, statistic in self.block.statistics.items():
@@ -206,6 +212,7 @@ class Pending:
         self.held_inputs.clear()
         self.rows = self.gradients = None
         self.calls = 0
+        self.versions["input"] = self.versions["gradient"] = 0
 
     def _accumulate(self, contributions: Mapping[str, Tensor]) -> None:
         for name, value in contributions.items():

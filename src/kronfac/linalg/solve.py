@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _JITTER = 1e-6
+#: Columns of a symmetric product that are multiplied at once.
+_STRIP_WIDTH = 256
 
 
 def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -55,6 +57,58 @@ def cholesky_inverse(matrix: Tensor) -> Tensor | None:
     return None if solved is None else solved[0]
 
 
+def cholesky_inverse_share(matrix: Tensor, index: int, of: int) -> Tensor | None:
+    """Summand ``index`` of ``of`` whose sum is the inverse of ``[*b, d, d]``, each symmetric.
+
+    With ``M = L Lᵀ`` and ``W = L⁻¹`` the inverse is ``Σ wᵀw`` over the rows ``w`` of ``W``. A summand
+    takes a range of rows. All of them factorise ``M``, so that all of them stop at the same rung.
+    """
+
+    def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
+        factor, info = torch.linalg.cholesky_ex(candidate)
+        return None if bool((info != 0).any()) else (factor,)
+
+    factored = _first(matrix, attempt)
+    if factored is None:
+        return None
+    share = _inverse_from_rows(factored[0], *share_rows(matrix.shape[-1], index, of))
+    return share.to(matrix.dtype) if bool(torch.isfinite(share).all()) else None
+
+
+def share_rows(width: int, index: int, of: int) -> tuple[int, int]:
+    """Rows of ``W`` that a summand takes. Row ``i`` costs ``i²``; the ranges cost the same."""
+    return round(width * (index / of) ** (1 / 3)), round(width * ((index + 1) / of) ** (1 / 3))
+
+
+def _inverse_from_rows(factor: Tensor, start: int, stop: int) -> Tensor:
+    """``Σ wᵀw`` over the rows of ``W = L⁻¹`` from ``start`` to ``stop``."""
+    result = factor.new_zeros(factor.shape)
+    if start == stop:
+        return result
+    if start == 0:  # a leading corner of L has an inverse of its own
+        result[..., :stop, :stop] = torch.cholesky_inverse(factor[..., :stop, :stop])
+        return result
+    # L = [[L₁, 0], [B, L₂]] has W₂ = [-L₂⁻¹ B L₁⁻¹, L₂⁻¹] for its lower rows.
+    corner = factor[..., start:stop, start:stop]
+    identity = torch.eye(stop - start, dtype=factor.dtype, device=factor.device)
+    right = torch.linalg.solve_triangular(corner, identity.expand(corner.shape), upper=False)
+    left = torch.linalg.solve_triangular(
+        factor[..., :start, :start],
+        right @ factor[..., start:stop, :start],
+        upper=False,
+        left=False,
+    )
+    rows = torch.cat([left.neg_(), right], -1)
+    for first in range(0, stop, _STRIP_WIDTH):
+        last = min(first + _STRIP_WIDTH, stop)
+        strip = rows[..., first:last].mT @ rows[..., first:]
+        square, rest = strip.split([last - first, stop - last], -1)
+        result[..., first:last, first:last] = (square + square.mT) / 2
+        result[..., first:last, last:stop] = rest
+        result[..., last:stop, first:last] = rest.mT
+    return result
+
+
 def newton_schulz_inverse(
     matrix: Tensor, floor: Tensor | float, tolerance: float = 1e-2
 ) -> Tensor | None:
@@ -87,13 +141,21 @@ def _climb(
     matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:
     """Try each rung until the result is finite; give it back in the matrix's own precision."""
+    solved = _first(matrix, attempt)
+    # Row-major like everything that is loaded: layouts must not change results.
+    return solved and tuple(part.to(matrix.dtype).contiguous() for part in solved)
+
+
+def _first(
+    matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
+) -> tuple[Tensor, ...] | None:
+    """The first finite result, in the precision of its rung."""
     if not bool(torch.isfinite(matrix).all()):
         return None
     for candidate in _rungs(matrix):
         solved = attempt(candidate)
         if solved is not None and all(bool(torch.isfinite(part).all()) for part in solved):
-            # Row-major like everything that is loaded: layouts must not change results.
-            return tuple(part.to(matrix.dtype).contiguous() for part in solved)
+            return solved
     return None
 
 

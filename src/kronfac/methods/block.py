@@ -66,6 +66,24 @@ class Cost:
     solution_bytes: int
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tensors of a solution that are solved together, apart from the rest of it.
+
+    Args:
+        statistics: names of the statistics that it is solved from.
+        solution: names of the tensors in :attr:`Block.solution_shapes` that it makes.
+        flops: operations to solve it.
+        shared_flops: those that each summand repeats when it is divided into summands; the others
+            are divided. ``None`` if it cannot be divided.
+    """
+
+    statistics: tuple[str, ...]
+    solution: tuple[str, ...]
+    flops: int
+    shared_flops: int | None = None
+
+
 class Block(ABC):
     """The curvature of one layer whose gradient matrix is ``[*b, d_out, d_in]``."""
 
@@ -75,6 +93,8 @@ class Block(ABC):
     statistics: Mapping[str, Statistic]
     #: Names and shapes of the tensors that :meth:`refresh` returns.
     solution_shapes: Mapping[str, Shape]
+    #: Those of them of which a triangle says all.
+    symmetric_solutions: frozenset[str] = frozenset()
     #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
     #: each call is observed when it happens and nothing is kept.
     holds_rows: bool = False
@@ -101,6 +121,39 @@ class Block(ABC):
     @abstractmethod
     def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
         """Solve for the current averages. ``None`` means that no solution could be found."""
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Parts of the solution that can be solved on their own; one for all of it by default."""
+        solution = tuple(self.solution_shapes)
+        return {"": Part(tuple(self.statistics), solution, self.cost.refresh_flops)}
+
+    @property
+    def outline_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the outlines by name of the statistic; those without an outline are missing."""
+        return {}
+
+    def outline(self, name: str, value: Tensor) -> Tensor | None:
+        """What other parts need to know of a statistic: a small tensor, linear in it, if any."""
+        return None
+
+    def solve(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float
+    ) -> dict[str, Tensor] | None:
+        """Solve one part from the means of its own statistics and the outlines of all means.
+
+        ``None`` means that no solution could be found.
+        """
+        return self.refresh(means, damping)
+
+    def solve_share(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float, index: int, of: int
+    ) -> dict[str, Tensor] | None:
+        """Summand ``index`` of ``of`` whose sum is what :meth:`solve` finds, up to rounding.
+
+        There is a solution only if no summand is ``None``.
+        """
+        raise NotImplementedError(f"{self.label!r} cannot divide part {part!r} into summands.")
 
     @abstractmethod
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:

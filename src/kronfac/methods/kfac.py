@@ -14,15 +14,20 @@ Inverse form (Cholesky, Newton-Schulz), with ``π² = (tr A/d_A)/(tr G/d_G)``:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kronfac.layers.rows import Rows
-from kronfac.linalg.solve import cholesky_inverse, eigen, newton_schulz_inverse
-from kronfac.methods.block import Block, Cost, Statistic, Tensors, bytes_of
+from kronfac.linalg.solve import (
+    cholesky_inverse,
+    cholesky_inverse_share,
+    eigen,
+    newton_schulz_inverse,
+)
+from kronfac.methods.block import Block, Cost, Part, Statistic, Tensors, bytes_of
 
 Form = Literal["dense", "diagonal", "identity"]
 Solver = Literal["eigen", "cholesky", "newton-schulz"]
@@ -86,6 +91,9 @@ class KFACBlock(Block):
                     self.solution_shapes[f"{side}.vectors"] = matrix
             else:
                 self.solution_shapes[f"{side}.inverse"] = matrix if form == "dense" else vector
+        self.symmetric_solutions = frozenset(
+            f"{side}.inverse" for side, form in self.forms.items() if form == "dense"
+        )
 
     # --- observing ------------------------------------------------------------------------------
 
@@ -101,64 +109,112 @@ class KFACBlock(Block):
 
     # --- solving --------------------------------------------------------------------------------
 
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """See :attr:`Block.parts`: one for each side that is kept."""
+        parts = {}
+        for side in self.statistics:
+            dense = self.forms[side] == "dense"
+            divisible = dense and self.solver == "cholesky"
+            parts[side] = Part(
+                statistics=(side,),
+                solution=tuple(name for name in self.solution_shapes if name[0] == side),
+                flops=self._cubes(side) if dense else math.prod(self.statistics[side].shape),
+                # A Cholesky factor takes a third of the operations of the inverse.
+                shared_flops=self._cubes(side) // 3 if divisible else None,
+            )
+        return parts
+
+    @property
+    def outline_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See :attr:`Block.outline_shapes`."""
+        return {} if self.solver == "eigen" else dict.fromkeys(self.statistics, self.shape[:-2])
+
+    def outline(self, name: str, value: Tensor) -> Tensor | None:
+        """See :meth:`Block.outline`: the mean eigenvalue ``[*b]``, by which damping is split."""
+        if self.solver == "eigen":
+            return None
+        dense = self.forms[name] == "dense"
+        return (value.diagonal(dim1=-2, dim2=-1) if dense else value).mean(-1)
+
     def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
         """See :meth:`Block.refresh`."""
-        return (
-            self._refresh_eigen(means) if self.solver == "eigen" else self._invert(means, damping)
-        )
-
-    def _refresh_eigen(self, means: Tensors) -> dict[str, Tensor] | None:
-        solution = {}
-        for side, mean in means.items():
-            if self.forms[side] == "diagonal":
-                solution[f"{side}.values"] = mean.clamp(min=0)
-                continue
-            solved = eigen(mean)
+        outlined = {side: self.outline(side, mean) for side, mean in means.items()}
+        outlines = {side: outline for side, outline in outlined.items() if outline is not None}
+        solution: dict[str, Tensor] = {}
+        for side in self.statistics:
+            solved = self.solve(side, means, outlines, damping)
             if solved is None:
                 return None
-            solution[f"{side}.vectors"], solution[f"{side}.values"] = solved
+            solution |= solved
         return solution
 
-    def _invert(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
-        shifts = self._split_damping(means, damping)
-        solution = {}
-        for side, mean in means.items():
-            shift = shifts[side]
-            inverse: Tensor | None
-            if self.forms[side] == "diagonal":
-                inverse = 1 / (mean + shift[..., None])
-                if side == "A" and self.picks_columns:
-                    inverse = inverse.masked_fill(mean == 0, 0)  # marks what was never seen
-            else:
-                identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-                damped = mean + identity * shift[..., None, None]
-                if self.solver == "cholesky":
-                    inverse = cholesky_inverse(damped)
-                else:
-                    inverse = newton_schulz_inverse(damped, shift)
-            if inverse is None:
-                return None
-            solution[f"{side}.inverse"] = inverse
+    def solve(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float
+    ) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve`."""
+        if self.solver == "eigen":
+            return self._decompose(part, means[part])
+        return self._invert(part, means[part], outlines, damping)
+
+    def solve_share(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float, index: int, of: int
+    ) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve_share`."""
+        if self.parts[part].shared_flops is None:
+            return super().solve_share(part, means, outlines, damping, index, of)
+        return self._invert(part, means[part], outlines, damping, (index, of))
+
+    def _decompose(self, side: str, mean: Tensor) -> dict[str, Tensor] | None:
+        if self.forms[side] == "diagonal":
+            return {f"{side}.values": mean.clamp(min=0)}
+        solved = eigen(mean)
+        if solved is None:
+            return None
+        return {f"{side}.vectors": solved[0], f"{side}.values": solved[1]}
+
+    def _invert(
+        self,
+        side: str,
+        mean: Tensor,
+        outlines: Tensors,
+        damping: float,
+        share: tuple[int, int] | None = None,
+    ) -> dict[str, Tensor] | None:
+        shifts = self._split_damping(outlines, damping)
+        inverse = self._damped_inverse(side, mean, shifts[side], share)
+        if inverse is None:
+            return None
         if self.forms["G"] == "identity":
             scale = (1 / (1 + shifts["G"]))[..., None]
-            solution["A.inverse"] = solution["A.inverse"] * (
-                scale[..., None] if self.forms["A"] == "dense" else scale
-            )
-        return solution
+            inverse = inverse * (scale[..., None] if self.forms["A"] == "dense" else scale)
+        return {f"{side}.inverse": inverse}
 
-    def _split_damping(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+    def _damped_inverse(
+        self, side: str, mean: Tensor, shift: Tensor, share: tuple[int, int] | None
+    ) -> Tensor | None:
+        if self.forms[side] == "diagonal":
+            inverse = 1 / (mean + shift[..., None])
+            if side == "A" and self.picks_columns:
+                inverse = inverse.masked_fill(mean == 0, 0)  # marks what was never seen
+            return inverse
+        identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        damped = mean + identity * shift[..., None, None]
+        if share is not None:
+            return cholesky_inverse_share(damped, *share)
+        if self.solver == "cholesky":
+            return cholesky_inverse(damped)
+        return newton_schulz_inverse(damped, shift)
+
+    def _split_damping(self, outlines: Tensors, damping: float) -> dict[str, Tensor]:
         """``π√γ`` for A and ``√γ/π`` for G; ``√γ`` for both when a trace is zero. ``[*b]`` each."""
-        average = {side: self._mean_eigenvalue(side, mean) for side, mean in means.items()}
-        average.setdefault("G", torch.ones_like(average["A"]))
-        ratio = average["A"] / average["G"]
-        usable = (average["A"] > 0) & (average["G"] > 0) & torch.isfinite(ratio) & (ratio > 0)
+        average_in = outlines["A"]
+        average_out = outlines.get("G", torch.ones_like(average_in))
+        ratio = average_in / average_out
+        usable = (average_in > 0) & (average_out > 0) & torch.isfinite(ratio) & (ratio > 0)
         pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
         root = math.sqrt(damping)
         return {"A": pi * root, "G": root / pi}
-
-    def _mean_eigenvalue(self, side: str, mean: Tensor) -> Tensor:
-        dense = self.forms[side] == "dense"
-        return (mean.diagonal(dim1=-2, dim2=-1) if dense else mean).mean(-1)
 
     # --- applying -------------------------------------------------------------------------------
 
@@ -228,16 +284,20 @@ class KFACBlock(Block):
         """See :meth:`Block.cost`. An eigendecomposition is counted as ``9d³``, an inverse as ``d³``."""
         *batch, d_out, d_in = self.shape
         blocks = math.prod(batch)
-        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}[self.solver]
         products = 4 if self.solver == "eigen" else 2
         refresh = precondition = 0
         for side, form in self.forms.items():
             if form == "dense":
-                refresh += per_cube * self.widths[side] ** 3
+                refresh += self._cubes(side)
                 precondition += products * d_out * d_in * self.widths[side]
         return Cost(
-            refresh_flops=blocks * refresh,
+            refresh_flops=refresh,
             precondition_flops=blocks * precondition,
             statistics_bytes=bytes_of((s.shape for s in self.statistics.values()), self.dtype),
             solution_bytes=bytes_of(self.solution_shapes.values(), self.dtype),
         )
+
+    def _cubes(self, side: str) -> int:
+        """Operations to solve a dense side."""
+        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}[self.solver]
+        return math.prod(self.shape[:-2]) * per_cube * self.widths[side] ** 3

@@ -1,0 +1,434 @@
+"""What several ranks do together for one optimizer: who does which work, and how it travels."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.distributed.channel import Channel
+from kronfac.distributed.flat import Item
+from kronfac.distributed.packing import packed_elements
+from kronfac.distributed.parcel import Parcel, make_parcels
+from kronfac.distributed.placement import Placement, Task, place
+from kronfac.distributed.rounds import Moment, Plan, Round
+from kronfac.distributed.scheme import Distribute
+from kronfac.distributed.solving import Solving, Work
+from kronfac.distributed.units import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.distributed.world import World
+from kronfac.layer_state import LayerState
+from kronfac.phases import Phases
+from kronfac.planner.calibrate import measure_compute, measure_link
+from kronfac.planner.choose import choose
+from kronfac.statistics import count_dtype
+
+
+class Team:
+    """The layers of one optimizer, shared out over the ranks of a world."""
+
+    def __init__(self, world: World, settings: Distribute, phases: Phases) -> None:
+        self.world = world
+        self.settings = settings
+        self.phases = phases
+        self.plan = Plan()
+        self.placement: Placement | None = None
+        self.link: Link | None = None
+        self.round: Round | None = None
+        #: Seconds that statistics were under way, and those of them in which ranks waited.
+        self.overlap = {"seconds": 0.0, "hidden": 0.0}
+        self._units: dict[LayerState, LayerUnit] = {}
+        self._names: dict[LayerState, str] = {}
+        self._stale = self._has_news = self._loaded = self._warned = False
+        self._expected: list[LayerState] = []
+        self._moment: Callable[[], Moment] | None = None
+        self._parcels: dict[tuple[Any, ...], list[Parcel]] = {}
+
+    # --- who does what --------------------------------------------------------------------------
+
+    def attach(self, states: Sequence[LayerState], refresh_every: int) -> None:
+        """Give new layers their places; those of others do not change."""
+        new = [state for state in states if state not in self._units]
+        taken = set(self._names.values())
+        tied: dict[Any, str] = {}
+        for state in states:
+            name = self._names.get(state, "")
+            if not name:
+                part = state.layer.part
+                name = state.name if state.name not in taken else f"{state.name}:{part}"
+                taken.add(name)
+                self._names[state] = name
+            for parameter in state.layer.parameters:
+                tied.setdefault(parameter, name)
+            first = tied[state.layer.weight]
+            self._units[state] = unit_of(name, state, self.settings.triangles, first)
+        units = [self._units[state] for state in new]
+        self._place(units, refresh_every)
+
+    def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
+        scheme = self.settings.scheme
+        if scheme == "auto" and self.placement is not None:
+            scheme = self.placement.scheme
+        link, compute = Link(), Compute()
+        if scheme in ("auto", "spd") and self.world.size > 1:
+            link, compute = self.measured_link(), measure_compute(self.world)
+        if scheme == "auto":
+            placement, _ = choose(units, self.world.size, link, compute, refresh_every)
+        else:
+            placement = place(
+                units,
+                self.world.size,
+                scheme,
+                link=link,
+                compute=compute,
+                refresh_every=refresh_every,
+                balanced=self.settings.balanced,
+                split=self.settings.split,
+            )
+        if self.placement is not None:
+            seats = {**self.placement.seats, **placement.seats}
+            placement = Placement(placement.scheme, placement.grid, seats)
+        self.use(placement)
+
+    def use(self, placement: Placement) -> None:
+        """Work by this placement from now on."""
+        self.placement = placement
+        grid, rank = placement.grid, self.world.rank
+        self.column: Channel = self.world.channel(tuple(grid.column(grid.column_of(rank))))
+        self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
+        self._parcels.clear()
+        for state in self._units:
+            state.works = self.works_on(state)
+            state.observed = state.works or not self.is_local
+            kept = (name for name in state.running if self._keeps(state, name))
+            state.kept = frozenset(kept)
+
+    def measured_link(self) -> Link:
+        """How fast messages are, measured once."""
+        if self.link is None:
+            self.link = measure_link(self.world)
+        return self.link
+
+    @property
+    def _placed(self) -> Placement:
+        assert self.placement is not None
+        return self.placement
+
+    @property
+    def is_local(self) -> bool:
+        """Whether statistics stay where they were observed."""
+        return self._placed.scheme == "local"
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether the base optimizer steps a layer only at its owner."""
+        return self._placed.scheme == "layer-parallel"
+
+    def name(self, state: LayerState) -> str:
+        """The layer's name, unique in the model."""
+        return self._names[state]
+
+    def key(self, state: LayerState, name: str) -> str:
+        """The name of one of a layer's tensors, unique in the model."""
+        return f"{self._names[state]}/{name}"
+
+    def works_on(self, state: LayerState) -> bool:
+        """Whether this rank holds the layer's solution and preconditions its gradient."""
+        return self._placed.is_worker(self._names[state], self.world.rank)
+
+    def owner(self, state: LayerState) -> int:
+        """The first of the ranks that hold the layer's solution."""
+        return self._placed.workers(self._names[state])[0]
+
+    def task(self, state: LayerState, part: str) -> Task:
+        """Where a part of a layer is solved."""
+        return self._placed.seats[self._names[state]].tasks[part]
+
+    def root(self, state: LayerState, name: str) -> int | None:
+        """The one rank that needs a statistic's sum, or ``None`` if several do."""
+        needs = self._placed.needs(self._units[state], self.key(state, name))
+        return needs[0] if needs is not None and len(needs) == 1 else None
+
+    def _keeps(self, state: LayerState, name: str) -> bool:
+        if self.is_local:
+            return state.works
+        unit = self._units[state]
+        index = list(self._units).index(state)
+        keeper = self._placed.keeper(unit, self.key(state, name), index)
+        return keeper == self.world.rank
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks have observed something since the last round."""
+        return self._has_news and not self.is_local
+
+    def warn_if_partial(self) -> None:
+        """Say once that a state leaves something out."""
+        if self.is_partial and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "this state leaves out what other ranks have observed since the last refresh; call "
+                "optimizer.consolidate() on all ranks before state_dict() to have it in.",
+                stacklevel=4,
+            )
+
+    def start_anew(self) -> None:
+        """Forget what is under way, after state was loaded."""
+        self.round, self._expected, self._has_news, self._loaded = None, [], False, True
+
+    def agree_on_solutions(self, states: Sequence[LayerState]) -> None:
+        """After loading: a layer whose solution any of its ranks misses is solved anew by all."""
+        if not self._loaded:
+            return
+        self._loaded = False
+        missing = [
+            float(s.works and s.solution is None and s.solved_at is not None) for s in states
+        ]
+        never = [float(state.solved_at is None) for state in states]
+        total = self.world.total([*missing, *never]).tolist()
+        for index, state in enumerate(states):
+            if total[index] or 0 < total[index + len(states)] < self.world.size:
+                state.forget_solution()
+
+    def add_up(self, total: Tensor, model: nn.Module) -> Tensor:
+        """Add a number over layers, of which each rank knows those that it works on."""
+        if self.row.size == 1:
+            return total
+        device = next(model.parameters()).device
+        flat = total.to(device, count_dtype(device)).reshape(1)
+        if self._placed.grid.row_of(self.world.rank) != 0:
+            flat = torch.zeros_like(flat)  # the ranks of another row know the same layers
+        self.world.all.all_reduce("rescale", flat).wait()
+        return flat[0]
+
+    def stats(self) -> dict[str, Any]:
+        """What has travelled."""
+        return {**self.world.ledger.stats(), "overlap": dict(self.overlap)}
+
+    # --- statistics -----------------------------------------------------------------------------
+
+    def expect(self, due: Sequence[LayerState], moment: Callable[[], Moment] | None) -> None:
+        """Say which layers will be refreshed at the coming step, so that statistics may leave early."""
+        if self.round is None:
+            self._expected = list(due)
+            self._moment = moment
+
+    def observed(self, state: LayerState, source: str) -> None:
+        """Take note of a call that has been observed."""
+        if self.is_local or not self._expected or not self.settings.overlap:
+            return
+        if self.plan.groups is None:
+            for name, running in state.running.items():
+                if running.statistic.source == source:
+                    self.plan.watch(self.key(state, name))
+            return
+        if self.round is None:
+            self.round = Round(self, self._expected)
+        if self._moment is not None:
+            self.round.observed(state, source, self._moment())
+
+    def before_fold(self, states: Sequence[LayerState], passes: Any) -> None:
+        """Look at what has been observed until the step, before it is folded and forgotten."""
+        self._has_news = True
+        self._stale = self.round is not None and self.round.is_stale(passes)
+        for state in states:
+            for name, running in state.running.items():
+                version = state.pending.versions[running.statistic.source]
+                if version:
+                    self.plan.calls[self.key(state, name)] = version
+
+    def _finish_round(self, states: Sequence[LayerState]) -> tuple[Round, Iterator[Any]]:
+        current = self.round
+        if current is not None and current.states != list(states):
+            for _ in current.finish(True):  # the intervals have changed on the way
+                pass
+            current = None
+        if current is None:
+            current, self._stale = Round(self, states), False
+        self.round = None
+        if len(states) == len(self._units):
+            self._has_news = False
+        return current, current.finish(self._stale)
+
+    def consolidate(self, states: Sequence[LayerState]) -> None:
+        """Add up all statistics at their keepers."""
+        if self.is_local:
+            return
+        with self.phases("reduce"):
+            current, arrivals = self._finish_round(states)
+            sums: dict[str, Tensor] = {}
+            for arrived in arrivals:
+                sums.update(arrived)
+            current.settle(sums)
+
+    # --- solving --------------------------------------------------------------------------------
+
+    def solve(
+        self, due: Sequence[LayerState], damping: float
+    ) -> dict[LayerState, dict[str, Tensor] | None]:
+        """Solve some layers anew; see :meth:`Solving.run`."""
+        solving = Solving(self, due, damping)
+        if self.is_local:
+            return self._solve_local(solving)
+        with self.phases("reduce"):
+            current, arrivals = self._finish_round(due)
+        for state in due:
+            for name in state.running:
+                key = self.key(state, name)
+                solving.missing[state] |= not current.counts[key] > 0
+                if key in current.outlines:
+                    solving.outlines[state][name] = current.outlines[key]
+        sums: dict[str, Tensor] = {}
+
+        def receive() -> Iterator[None]:
+            for arrived in arrivals:
+                sums.update(arrived)
+                for key, total in arrived.items():
+                    state, name = current.sources[key]
+                    if current.counts[key] > 0:
+                        gathered = key in current.gathered
+                        mean = total if gathered else total / current.counts[key]
+                        solving.means[state][name] = mean
+                yield
+
+        outcome = solving.run(self._stages(current), receive())
+        current.settle(sums)
+        reduction = current.reduction
+        self.overlap["seconds"] += reduction.in_flight
+        self.overlap["hidden"] += max(0.0, reduction.in_flight - reduction.waited)
+        if self.settings.overlap and self.plan.groups is None:
+            keys = [key for key in current.sources if key not in current.gathered]
+            sizes = {key: self._size(*current.sources[key]) for key in keys}
+            self.plan.decide(self, sizes, self.measured_link())
+        return outcome
+
+    def _solve_local(self, solving: Solving) -> dict[LayerState, dict[str, Tensor] | None]:
+        for state in filter(self.works_on, solving.due):
+            for name, running in state.running.items():
+                mean = running.mean()
+                if mean is None:
+                    continue
+                solving.means[state][name] = mean
+                outline = state.block.outline(name, mean)
+                if outline is not None:
+                    solving.outlines[state][name] = outline
+        work = [(state, part) for state in solving.due for part in state.block.parts]
+        return solving.run([work], iter(()))
+
+    def _stages(self, current: Round) -> list[list[Work]]:
+        """Which parts can be solved after which bucket has arrived."""
+        first = 1 if current.gathered else 0
+        stages: list[list[Work]] = [[] for _ in range(len(current.reduction.buckets) + first)]
+        for state in current.states:
+            for part, described in state.block.parts.items():
+                keys = [self.key(state, name) for name in described.statistics]
+                last = max(
+                    0 if key in current.gathered else first + current.reduction.bucket_of(key)
+                    for key in keys
+                )
+                stages[last].append((state, part))
+        return stages
+
+    def _size(self, state: LayerState, name: str) -> int:
+        unit = self._units[state]
+        key = self.key(state, name)
+        return next(one.bytes for one in unit.statistics if one.key == key)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    @property
+    def spreads(self) -> bool:
+        """Whether preconditioned gradients travel at every step."""
+        return self.row.size > 1 and not self.owns_parameters
+
+    def spread(self, states: Sequence[LayerState]) -> None:
+        """Send preconditioned gradients from those who have them to those who do not."""
+        parcels = self._gradient_parcels(states)
+        by_key = {self.key(state, "gradient"): state for state in states}
+        for parcel in parcels:
+            if parcel.mine:
+                for key in parcel.keys:
+                    state = by_key[key]
+                    parcel.put(key, state.layer.gradient() if state.has_gradient else None)
+            parcel.launch()
+        rounded = self.settings.wire_dtype is not None
+        for parcel in parcels:
+            parcel.wait()
+            for key in parcel.keys:
+                state = by_key[key]
+                if state.has_gradient and (rounded or not parcel.mine):
+                    state.layer.write(parcel.take(key))
+
+    def _gradient_parcels(self, states: Sequence[LayerState]) -> list[Parcel]:
+        shapes = tuple((state, state.layer.matrix_shape) for state in states)
+        if shapes not in self._parcels:
+            self._parcels.clear()
+            items = []
+            for state in states:
+                grid = self._placed.grid
+                root = grid.root(self.world.rank, self._placed.seats[self.name(state)].column)
+                layer = state.layer
+                key, dtype = self.key(state, "gradient"), layer.weight.dtype
+                item = Item(key, layer.matrix_shape, dtype, layer.weight.device, root=root)
+                items.append(item)
+            wire = self.settings.wire_dtype
+            self._parcels[shapes] = make_parcels(items, self.row, "spread", wire)
+        return self._parcels[shapes]
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """What all ranks have agreed on, for a resume in a world of the same size."""
+        return json.dumps(
+            {
+                "size": self.world.size,
+                "scheme": str(self.settings.scheme),
+                "placement": self._placed.to_json(),
+                "groups": self.plan.groups,
+            }
+        )
+
+    def resume(self, described: str) -> None:
+        """Take up what a run in an equal world had agreed on; otherwise do nothing."""
+        saved = json.loads(described)
+        if saved["size"] != self.world.size or saved["scheme"] != str(self.settings.scheme):
+            return
+        placement = Placement.from_json(saved["placement"])
+        if set(placement.seats) != set(self._names.values()):
+            return
+        self.plan.groups = saved["groups"]
+        self.use(placement)
+
+
+def unit_of(name: str, state: LayerState, triangles: bool, tied_to: str) -> LayerUnit:
+    """A layer's work in numbers."""
+    block, itemsize = state.block, state.layer.factor_dtype.itemsize
+    statistics = [
+        StatisticUnit(
+            f"{name}/{key}",
+            packed_elements(one.shape, one.symmetric and triangles),
+            itemsize,
+        )
+        for key, one in block.statistics.items()
+    ]
+    parts = []
+    for part, described in block.parts.items():
+        elements = 0
+        for key in described.solution:
+            shape = tuple(n or 0 for n in block.solution_shapes[key])
+            elements += packed_elements(shape, key in block.symmetric_solutions and triangles)
+        keys = tuple(f"{name}/{key}" for key in described.statistics)
+        parts.append(PartUnit(part, keys, described.flops, elements, described.shared_flops))
+    shape = state.layer.matrix_shape
+    return LayerUnit(
+        name,
+        tuple(statistics),
+        tuple(parts),
+        block.cost.precondition_flops,
+        packed_elements(shape, False),
+        itemsize,
+        tied_to,
+    )
