@@ -6,7 +6,7 @@
 The hosts are network namespaces whose links are limited by `tc tbf`; this needs root, and otherwise
 all ranks share the loopback, without limits. Every variant has its own copy of the model, and all of
 them take turns block by block; a block is a whole refresh interval, and its time is that of the
-slowest rank. The split by phase and the traffic come from one further block with timers on.
+slowest rank. Timers are on all the while; the split by phase is the mean over blocks and ranks.
 
 The baseline is the D-KFAC of the SPD-KFAC paper: statistics are all-reduced as triangles at every
 factor step, and everyone solves everything; no deferral, no overlap, no placement. "squares" sends
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,7 @@ BATCH = {"resnet20": 16, "transformer": 8}  # per rank
 INTERVALS = ((1, 1), (5, 10))
 BASELINE, ALONE, AUTO = "D-KFAC", "SGD", "auto"
 GOAL, NEAR = 1.35, 0.05
+WARM_UP = 3
 PHASES = ("observe", "reduce", "refresh", "share", "precondition", "spread")
 
 
@@ -139,28 +141,36 @@ class Run:
             self.loss(self.model(inputs), targets).backward()
             self.optimizer.step()
 
-    def looked_at(self, count: int) -> dict[str, Any]:
-        """Train with timers on; seconds and bytes are per step."""
-        if self.kfac is None:
-            return {}
-        before = self.kfac.stats()
-        with self.kfac.timed() as seconds:
+    def begin(self) -> None:
+        """Count from here."""
+        self.phases: dict[str, float] = {}
+        self.counted = 0
+        self.before = {} if self.kfac is None else self.kfac.stats()
+
+    def block(self, count: int) -> float:
+        """Train with timers on, and return the seconds of a step."""
+        with nullcontext({}) if self.kfac is None else self.kfac.timed() as seconds:
             started = time.perf_counter()
             self.steps(count)
-            total = time.perf_counter() - started
-            after = self.kfac.stats()
+            taken = time.perf_counter() - started
+        self.counted += count
+        for name, value in seconds.items():
+            self.phases[name] = self.phases.get(name, 0.0) + value
+        return taken / count
+
+    def details(self) -> dict[str, Any]:
+        """What has been counted, per step."""
+        if self.kfac is None:
+            return {}
+        after = self.kfac.stats()
+
+        def per_step(key: str) -> dict[str, float]:
+            return {n: (after[key][n] - self.before[key][n]) / self.counted for n in after[key]}
+
         return {
             "scheme": str(self.kfac.placement.scheme),
-            "total": total / count,
-            "seconds": {name: value / count for name, value in seconds.items()},
-            **{
-                key: {n: (after[key][n] - before[key][n]) / count for n in after[key]}
-                for key in ("bytes", "messages", "sent")
-            },
-            "overlap": {
-                name: after["overlap"][name] - before.get("overlap", {}).get(name, 0.0)
-                for name in after["overlap"]
-            },
+            "seconds": {name: value / self.counted for name, value in self.phases.items()},
+            **{key: per_step(key) for key in ("bytes", "messages", "sent", "overlap")},
         }
 
 
@@ -168,29 +178,25 @@ def work(setting: Setting) -> dict[str, Any]:
     """Measure one setting on this rank; what is returned is the same on all of them."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     runs = {name: Run(setting, VARIANTS[name]) for name in setting.variants}
-    for run in runs.values():  # the first refresh, DDP's new buckets, first uses of everything
-        run.steps(2 + setting.interval[1])
+    for (
+        run
+    ) in runs.values():  # first uses, DDP's new buckets, the plan that follows a first refresh
+        run.steps(WARM_UP)
+        run.begin()
     names = list(runs)
     seconds = torch.zeros(len(names), setting.rounds, dtype=torch.float64)
     for turn in range(setting.rounds):
         shift = turn * 4 % len(names)
         for name in names[shift:] + names[:shift]:
             dist.barrier()
-            started = time.perf_counter()
-            runs[name].steps(setting.block)
-            taken = time.perf_counter() - started
-            seconds[setting.variants.index(name), turn] = taken / setting.block
+            seconds[names.index(name), turn] = runs[name].block(setting.block)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    details = {}
+    details: dict[str, list[Any]] = {name: [None] * dist.get_world_size() for name in names}
     for name, run in runs.items():
-        dist.barrier()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, run.looked_at(setting.block))
-        details[name] = everyone
+        dist.all_gather_object(details[name], run.details())
     dist.barrier()
     dist.destroy_process_group()
-    times = {name: row.tolist() for name, row in zip(setting.variants, seconds, strict=True)}
-    return {"seconds": times, "details": details}
+    return {"seconds": dict(zip(names, seconds.tolist(), strict=True)), "details": details}
 
 
 # In the parent
@@ -224,7 +230,7 @@ def summary(
     }
     if details[0]:
         row["scheme"] = details[0]["scheme"]
-        row["phases_ms"] = phases(details)
+        row["phases_ms"] = phases(details, mean(timings[name].seconds))
         for key in ("bytes", "messages", "sent"):
             row[key] = {n: mean(rank[key][n] for rank in details) for n in details[0][key]}
         flight = sum(rank["overlap"]["seconds"] for rank in details)
@@ -233,7 +239,7 @@ def summary(
     return row
 
 
-def phases(details: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def phases(details: Sequence[Mapping[str, Any]], step: float) -> dict[str, float]:
     """Milliseconds of each phase per step, mean over ranks; the rest is the training step itself."""
 
     def of(name: str) -> float:
@@ -243,7 +249,7 @@ def phases(details: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         )
 
     found = {name: of(name) for name in PHASES}
-    return found | {"rest": 1e3 * mean(rank["total"] for rank in details) - sum(found.values())}
+    return found | {"rest": 1e3 * step - sum(found.values())}
 
 
 def mean(values: Iterable[float]) -> float:
@@ -319,7 +325,7 @@ def sentences(auto: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
     goal = "" if auto["goal"] is None else f" (goal {auto['goal']}×)"
     lines = [
         f"auto chose {rows[AUTO]['scheme']}.",
-        f"auto vs D-KFAC: {faster:.2f}× faster{goal}",
+        f"auto vs D-KFAC: {faster:.2f} times as fast{goal}",
     ]
     if "best_fixed" in auto:
         slower = [f"{100 * value:+.1f} %" for value in auto["slower_than_best"]]
