@@ -291,7 +291,9 @@ def show(ranks: int, compared: dict[str, Any]) -> None:
     cells = []
     for name, entry in compared.items():
         mine, other = entry["ours"], entry.get("theirs")
-        phases = [one for one in TRAVELLING if getattr(mine, one) or other and getattr(other, one)]
+        phases = [
+            one for one in TRAVELLING if getattr(mine, one) or (other and getattr(other, one))
+        ]
         for phase in [*phases, "all"] if len(phases) > 1 else ["all"]:
             sent, against = getattr(mine, phase), getattr(other, phase) if other else 0.0
             goal = GOALS.get((name, phase))
