@@ -4,6 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("kronfac", deadline=None)  # other work on the machine is no failure
+settings.load_profile("kronfac")
 
 
 @pytest.fixture

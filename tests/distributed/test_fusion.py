@@ -103,6 +103,7 @@ def test_without_start_up_nothing_waits(pairs: list[tuple[int, float]]) -> None:
     assert groups == [[arrival.key] for arrival in arrivals]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.floats(1e-6, 1))
 def test_what_is_ready_leaves_at_once(sizes: list[int], latency: float) -> None:
     arrivals = [Arrival(f"s{index}", 0.0, size) for index, size in enumerate(sizes)]

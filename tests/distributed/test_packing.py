@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kronfac.distributed.packing import pack, packed_elements, unpack
@@ -49,6 +49,7 @@ def test_symmetric_round_trip(width: int, batch: tuple[int, ...], dtype: torch.d
     assert bits(back) == bits(x)
 
 
+@settings(deadline=None)
 @given(WIDTHS, BATCHES, DTYPES, DTYPES, st.integers(0, 9))
 def test_rounding_is_that_of_the_wire(
     width: int, batch: tuple[int, ...], dtype: torch.dtype, wire: torch.dtype, seed: int
@@ -59,6 +60,7 @@ def test_rounding_is_that_of_the_wire(
     assert bits(back) == bits(x.to(wire).to(dtype))
 
 
+@settings(deadline=None)
 @given(WIDTHS, BATCHES, st.booleans())
 def test_layout_of_the_input_does_not_matter(
     width: int, batch: tuple[int, ...], is_symmetric: bool
@@ -70,6 +72,7 @@ def test_layout_of_the_input_does_not_matter(
         assert bits(packed(view, is_symmetric)) == bits(packed(x, is_symmetric))
 
 
+@settings(deadline=None)
 @given(WIDTHS, BATCHES)
 def test_only_the_upper_triangle_is_read(width: int, batch: tuple[int, ...]) -> None:
     x = symmetric(batch, width, torch.float32)
@@ -78,6 +81,7 @@ def test_only_the_upper_triangle_is_read(width: int, batch: tuple[int, ...]) -> 
     assert bits(unpack(flat, tuple(x.shape), True, x.dtype)) == bits(x)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40))
 def test_each_number_travels_once(width: int) -> None:
     x = torch.arange(width * width, dtype=torch.float64).view(width, width)
@@ -94,6 +98,7 @@ def test_special_numbers_travel() -> None:
         assert bits(unpack(packed(x, True), (width, width), True, x.dtype)) == bits(x)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=4), DTYPES)
 def test_other_tensors_round_trip(shape: list[int], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)

@@ -108,6 +108,7 @@ def test_nearest_divisor(size: int, fraction: float, workers: int) -> None:
     assert nearest_divisor(size, fraction) == workers
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_divisors(size: int) -> None:
     assert divisors(size) == [number for number in range(1, size + 1) if size % number == 0]
@@ -323,6 +324,7 @@ def test_rare_refreshes_weigh_preconditioning() -> None:
 # SPD-KFAC
 
 
+@settings(deadline=None)
 @given(models(), st.integers(1, 8))
 def test_a_free_network_sends_everything(layers: list[LayerUnit], size: int) -> None:
     placement = place(layers, size, "spd", link=FREE, split=False)
@@ -330,6 +332,7 @@ def test_a_free_network_sends_everything(layers: list[LayerUnit], size: int) -> 
     assert placement.seats == place(layers, size, "comm-opt", link=FREE, split=False).seats
 
 
+@settings(deadline=None)
 @given(models(), st.integers(2, 8))
 def test_a_useless_network_sends_nothing(layers: list[LayerUnit], size: int) -> None:
     placement = place(layers, size, "spd", link=SLOW)

@@ -51,8 +51,10 @@ def divide(jobs: Sequence[Divisible], bins: int) -> list[list[int]]:
     ]
     if not large:
         return best.places
-    rest = (time for index, time in enumerate(whole) if index not in set(large))
-    lowest = max(mean, *(jobs[index].seconds(bins) for index in large), max(rest, default=0.0))
+    at_best = list(whole)
+    for index in large:
+        at_best[index] = jobs[index].seconds(bins)
+    lowest = max(mean, *at_best)
     highest = best.makespan
     tried = set()
     for step in range(_BOUNDS - 1, -1, -1):

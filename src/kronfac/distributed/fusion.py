@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 #: Ends that differ by less than this share of a start-up count as equal.
 _TIE = 1e-6
@@ -45,9 +45,7 @@ def fuse(
         link_time: seconds that a message of so many bytes takes, its start-up included.
         latency: the start-up; ends count as equal if they differ by much less than that.
     """
-    if any(
-        later.ready < earlier.ready for earlier, later in zip(arrivals, arrivals[1:], strict=False)
-    ):
+    if any(later.ready < earlier.ready for earlier, later in pairwise(arrivals)):
         raise ValueError("Arrivals must be in the order in which they are ready.")
     total = [0, *accumulate(arrival.bytes for arrival in arrivals)]
     end, groups, first = [0.0], [0], [0]
@@ -69,7 +67,7 @@ def fuse(
         cuts.append(first[cuts[-1]])
     cuts.reverse()
     keys = [arrival.key for arrival in arrivals]
-    return [keys[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [keys[start:stop] for start, stop in pairwise(cuts)]
 
 
 def finish_time(

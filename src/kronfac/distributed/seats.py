@@ -71,8 +71,12 @@ class Placement:
     def needs(self, layer: LayerUnit, key: str) -> tuple[int, ...] | None:
         """The ranks that need the sum of a statistic; ``None`` stands for all there are."""
         parts = [part.name for part in layer.parts if key in part.statistics]
+        tasks = [self.seats[layer.name].tasks[part] for part in parts]
+        by_workers = any(task.rank is None and not task.ranks for task in tasks)
+        if by_workers and self.grid.columns == 1:
+            return None
         needed = {rank for part in parts for rank in self.solvers(layer.name, part)}
-        several = any(self.seats[layer.name].tasks[part].rank is None for part in parts)
+        several = any(task.rank is None for task in tasks)
         return None if several and len(needed) == self.grid.size else tuple(sorted(needed))
 
     def keeper(self, layer: LayerUnit, key: str, index: int) -> int:

@@ -141,13 +141,15 @@ class Solving:
         return state.block.solve(part, means, self.outlines[state], self.damping)
 
     def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
+        """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""
+        ranks, rank = self.team.solvers(state, part), self.team.world.rank
+        if rank not in ranks:
+            return None
         means = self._ready(state, part)
         if means is None:
             return None
-        column = self.team.column
-        index = column.members.index(self.team.world.rank)
         solution = state.block.solve_share(
-            part, means, self.outlines[state], self.damping, index, column.size
+            part, means, self.outlines[state], self.damping, ranks.index(rank), len(ranks)
         )
         self.failed[state] |= solution is None
         return solution

@@ -147,6 +147,10 @@ class Team:
         """Where a part of a layer is solved."""
         return self._placed.seats[self._names[state]].tasks[part]
 
+    def solvers(self, state: LayerState, part: str) -> tuple[int, ...]:
+        """The ranks that solve a part of a layer."""
+        return self._placed.solvers(self._names[state], part)
+
     def root(self, state: LayerState, name: str) -> int | None:
         """The one rank that needs a statistic's sum, or ``None`` if several do."""
         needs = self._placed.needs(self._units[state], self.key(state, name))

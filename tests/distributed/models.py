@@ -1,0 +1,120 @@
+"""Small models and batches for ranks: every kind of layer, nothing random, nothing that mixes samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+CLASSES = 3
+TOKENS, WORDS, WIDTH = 4, 7, 4
+
+
+def mlp() -> nn.Module:
+    """Linear layers of several widths."""
+    return nn.Sequential(
+        nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)
+    )
+
+
+def cnn() -> nn.Module:
+    """Convolutions with and without bias, in-place activations, a norm and a linear head."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 3, 2, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, CLASSES),
+    )
+
+
+class Transformer(nn.Module):
+    """Embedding, attention, layer norms and linear layers: scores for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 5)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.head(torch.tanh(self.up(self.norm2(x))))
+
+
+class Shared(nn.Module):
+    """A grouped convolution, a layer that is used twice, and two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = nn.Conv2d(4, 4, 3, padding=1, groups=2)
+        self.twice = nn.Conv2d(4, 4, 1)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.grouped(x))
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x)))).mean((-2, -1)) * self.scale
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a model is made and what it reads."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = (5,)
+    words: int = 0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make()
+
+    def batch(self, number: int, samples: int) -> tuple[Tensor, Tensor]:
+        """The same inputs and labels whenever the number is the same."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        if self.words:
+            x = torch.randint(self.words, (samples, *self.shape), generator=generator)
+            return x, torch.randint(CLASSES, x.shape, generator=generator)
+        x = torch.randn(samples, *self.shape, generator=generator)
+        return x, torch.randint(CLASSES, (samples,), generator=generator)
+
+
+KINDS = {
+    "mlp": Kind(mlp),
+    "cnn": Kind(cnn, (2, 4, 4)),
+    "transformer": Kind(Transformer, (TOKENS,), WORDS),
+    "shared": Kind(Shared, (4, 4, 4)),
+}
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """Two groups, as is usual: decay for matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, lr=0.01)
+
+
+BASES = {"sgd": sgd, "momentum": momentum, "adamw": adamw}

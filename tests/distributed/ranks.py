@@ -1,0 +1,234 @@
+"""Real Gloo ranks for tests: processes that are started once and run one function after another.
+
+``run(3, function, *args)`` calls ``function(rank, *args)`` on three ranks of a process group made for
+this call, and returns their results by rank. The function must be importable by name. Warnings are
+errors in ranks too, and each call finds torch's default dtype and seed as they were at the start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+#: Seconds after which a collective that a rank waits for fails.
+TIMEOUT = 60.0
+#: Seconds for a whole call.
+LIMIT = 120.0
+#: Seconds that ranks have left once one of them has failed.
+GRACE = 15.0
+
+
+class RankError(AssertionError):
+    """A rank has raised; the message ends with its traceback."""
+
+
+class RankTimeoutError(AssertionError):
+    """A rank has not answered; the message shows where each silent rank stood."""
+
+
+# --- the rank's side -------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """Run what arrives until the other side is gone."""
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                rank, world_size, store, timeout, function, args = connection.recv()
+            except EOFError:
+                return
+            connection.send(_answer(rank, world_size, store, timeout, function, args))
+
+
+def _answer(
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[Any, BaseException | None, str]:
+    """Result, exception and its traceback."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # The same exception as in pyproject.toml.
+            warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+            return function(rank, *args), None, ""
+    except Exception as error:
+        return None, _picklable(error), traceback.format_exc()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error without what it may refer to."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    try:
+        multiprocessing.reduction.ForkingPickler.loads(
+            multiprocessing.reduction.ForkingPickler.dumps(error)
+        )
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+# --- the test's side -------------------------------------------------------------------------
+
+
+class Pool:
+    """Rank processes that live until they are closed or until one of them does not answer."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.folder: Path | None = None
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+        self.calls = 0
+
+    def start(self) -> None:
+        """Start the processes if there are none."""
+        if self.processes:
+            return
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        context = multiprocessing.get_context("spawn")
+        added = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        before = {name: os.environ.get(name) for name in added}
+        os.environ.update(added)
+        try:
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                stacks = str(self._stacks(rank))
+                process = context.Process(target=_serve, args=(theirs, stacks), daemon=True)
+                process.start()
+                theirs.close()  # so that we notice when the rank dies
+                self.processes.append(process)
+                self.connections.append(ours)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            connection.close()
+        self.processes, self.connections = [], []
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        expect_errors: bool = False,
+        limit: float = LIMIT,
+        grace: float = GRACE,
+        timeout: float = TIMEOUT,
+    ) -> list[Any]:
+        """Results of ``function(rank, *args)`` by rank.
+
+        The first exception is raised, unless ``expect_errors``: then exceptions are results.
+        """
+        self.start()
+        assert self.folder is not None
+        self.calls += 1
+        store = str(self.folder / f"store-{self.calls}")
+        name = getattr(function, "__name__", str(function))
+        for rank in range(world_size):
+            task = (rank, world_size, store, timeout, function, args)
+            self.connections[rank].send(task)
+        answers, first = self._collect(world_size, limit, grace)
+        silent = [rank for rank in range(world_size) if rank not in answers]
+        broken = bool(silent) or not all(process.is_alive() for process in self.processes)
+        try:
+            if first is not None and not (expect_errors and not silent):
+                also = f"; rank(s) {silent} did not answer afterwards" if silent else ""
+                raise RankError(
+                    f"rank {first} of {world_size} in {name}{also}:\n{answers[first][2]}"
+                )
+            if silent:
+                stacks = self._where(silent)
+                raise RankTimeoutError(
+                    f"rank(s) {silent} of {world_size} did not answer within {limit:g} s in {name}.\n"
+                    f"{stacks}"
+                )
+        finally:
+            if broken:
+                self.close()
+        results = [answers[rank] for rank in range(world_size)]
+        return [result if error is None else error for result, error, _ in results]
+
+    def _collect(
+        self, world_size: int, limit: float, grace: float
+    ) -> tuple[dict[int, tuple[Any, BaseException | None, str]], int | None]:
+        """Answers by rank, as far as they arrive in time, and the first rank that failed."""
+        answers: dict[int, tuple[Any, BaseException | None, str]] = {}
+        first: int | None = None
+        deadline = time.monotonic() + limit
+        waiting = {self.connections[rank]: rank for rank in range(world_size)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                try:
+                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    code = self._exit_code(rank)
+                    error = RuntimeError(f"the process of rank {rank} has ended with {code}.")
+                    answers[rank] = (None, error, str(error))
+                if answers[rank][1] is not None and first is None:
+                    first, deadline = rank, min(deadline, time.monotonic() + grace)
+        return answers, first
+
+    def _exit_code(self, rank: int) -> int | None:
+        self.processes[rank].join(5)
+        return self.processes[rank].exitcode
+
+    def _stacks(self, rank: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"stacks-{rank}"
+
+    def _where(self, ranks: list[int]) -> str:
+        """Python stacks of ranks that do not answer."""
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)  # for the handlers to write
+        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks)
+
+
+_pool = Pool()
+atexit.register(_pool.close)
+run = _pool.run
