@@ -12,6 +12,15 @@ from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.statistics import Pending, Running
 
+_OUTLAST_STATISTICS = (
+    "solution",
+    "solved_at",
+    "last_refresh",
+    "failures",
+    "failures_in_a_row",
+    "momentum",
+)
+
 BlockFactory = Callable[[Layer, bool], Block]
 
 
@@ -73,7 +82,11 @@ class LayerState:
         self.per_sample = False
         self.fell_back = True
         self.note = "expand: rows not grouped by sample"
+        # Statistics are of another kind now; a solution still serves, and other ranks count on it.
+        kept = {name: getattr(self, name) for name in _OUTLAST_STATISTICS}
         self.reset()
+        for name, value in kept.items():
+            setattr(self, name, value)
 
     @property
     def held_bytes(self) -> int:

@@ -94,6 +94,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
         if dist.is_available():
             Joinable.__init__(self)
         self._distribute = distribute
+        #: The members of the process group that was given, if any.
+        self._ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
         self._compared = False
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
@@ -346,6 +348,13 @@ class Preconditioned(Optimizer, Joinable, ABC):
     def _step_supports_amp_scaling(self) -> bool:
         """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
         scaler = calling_scaler()
+        ownership = self._preconditioner.ownership
+        if scaler is not None and ownership is not None and ownership.separate:
+            raise RuntimeError(
+                "a gradient scaler looks at gradients before they are averaged, so that ranks would "
+                "not skip the same steps: with distribute='layer-parallel', wrap the model in "
+                "DistributedDataParallel to use one."
+            )
         if scaler is not None and scaler is not self.grad_scaler:
             self._preconditioner.capture.adopt(scaler)
         return False
@@ -508,13 +517,17 @@ class Preconditioned(Optimizer, Joinable, ABC):
             "scaler": self.grad_scaler,
             "detached": ours.detached,
             "distribute": self._distribute,
+            "ranks": self._ranks,
             "entries": ours.entries(self._names()),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch the copied model and continue from the copied tensors."""
         settings = (state["options"], state["schedules"], state["distribute"])
-        self._build(state["model"], state["base"], *settings)
+        group = None
+        if state["ranks"] is not None and dist.is_available() and dist.is_initialized():
+            group = dist.new_group(state["ranks"], use_local_synchronization=True)
+        self._build(state["model"], state["base"], *settings, group)
         self._preconditioner.load_entries(self._names(), state["entries"])
         self.grad_scaler = state["scaler"]
         if state["detached"]:

@@ -143,6 +143,9 @@ class Preconditioner:
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
         if self.team is not None:
+            for state in self.layers.values():
+                if state.layer.stale():
+                    state.reset()  # also where this rank has not observed it
             self.team.agree_on_solutions(list(self.layers.values()))
         if self.ownership is not None:
             self.ownership.reduce_gradients()
@@ -195,7 +198,13 @@ class Preconditioner:
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
-        return Moment(decay, self.capture.passes, self._normaliser)
+        return Moment(decay, self.capture.passes, self._early_normaliser)
+
+    def _early_normaliser(self) -> Normaliser | None:
+        counts = self.options.loss_average == "token"
+        if counts and any(seen.terms is None for seen in self.capture.passes):
+            return None
+        return self._normaliser()
 
     def _normaliser(self) -> Normaliser:
         options = self.options

@@ -93,7 +93,11 @@ class Trial:
         finally:
             observer.products = None
         damping = float(self._ours.schedules.at("damping", self._ours.clock.step))
-        update = model.choose(directions, self._gradient, products.matrix(), damping)
+        matrix = products.matrix()
+        if self._ours.team is not None:
+            world = self._ours.team.world
+            matrix = world.total(matrix).to(matrix) / world.size
+        update = model.choose(directions, self._gradient, matrix, damping)
         for parameter, value in update.items():
             assert parameter.grad is not None
             parameter.grad.copy_(-value)
@@ -108,7 +112,7 @@ class Trial:
         with self._ours.phases("damping"):
             foretold = float(inner(change, self._gradient)) + self._curvature(change) / 2
             after = _number(self._run_again(), self._reason)
-        verdict = self._damping.judge(after - self._loss, foretold)
+        verdict = self._damping.judge(self._mean(after - self._loss), foretold)
         self._ours.count(f"damping_{verdict}")
 
     def _curvature(self, change: Vectors) -> float:
@@ -117,11 +121,21 @@ class Trial:
             return self._model.curvature_along(change)
         total = 0.0
         for state in self._ours.layers.values():
+            if not state.works:
+                continue
             with gradients_replaced({p: change.get(p) for p in state.layer.parameters}):
                 solved = state.solved_at is not None and state.has_gradient
                 if solved and state.solution is not None:
                     total += float(state.block.quadratic(state.solution, state.layer.gradient()))
+        team = self._ours.team
+        if team is not None:
+            total = float(team.add_up(torch.tensor(total, dtype=torch.float64), self._ours.model))
         return total
+
+    def _mean(self, value: float) -> float:
+        """The mean over ranks, each of which has a part of the batch."""
+        team = self._ours.team
+        return value if team is None else float(team.world.total([value])) / team.world.size
 
     def _run_again(self) -> Any:
         assert self._closure is not None

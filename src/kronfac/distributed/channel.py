@@ -85,13 +85,22 @@ class Channel:
         work = self._start(phase, lambda: dist.all_reduce(flat, op, self.group, async_op=True))
         return Arrival(phase, [work])
 
-    def reduce(self, phase: Phase, flat: Tensor, segments: Sequence[Segment]) -> Arrival:
-        """Add up each segment at its rank, in place; elsewhere it is undefined afterwards."""
+    def reduce(
+        self,
+        phase: Phase,
+        flat: Tensor,
+        segments: Sequence[Segment],
+        scratch: dict[int, Tensor] | None = None,
+    ) -> Arrival:
+        """Add up each segment at its rank, in place; elsewhere it is undefined afterwards.
+
+        ``scratch`` keeps memory for what is received, from one call to the next.
+        """
         wanted = [one for one in segments if one.stop > one.start]
         if self.direct:
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
-            return self._collect(phase, flat, wanted)
+            return self._collect(phase, flat, wanted, {} if scratch is None else scratch)
         works = []
         for one in wanted:
             part = flat[one.start : one.stop]
@@ -126,28 +135,26 @@ class Channel:
 
     # --- the pieces -----------------------------------------------------------------------------
 
-    def _collect(self, phase: Phase, flat: Tensor, segments: Sequence[Segment]) -> Arrival:
+    def _collect(
+        self, phase: Phase, flat: Tensor, segments: Sequence[Segment], scratch: dict[int, Tensor]
+    ) -> Arrival:
         """Every member sends each segment straight to its rank, which adds them in the order of ranks."""
         tag, works = next(self._tags), []
-        own = [one for one in segments if one.rank == self.rank]
-        received: list[list[Tensor]] = []
-        for one in own:
-            part = flat[one.start : one.stop]
-            pieces = [
-                part.clone() if m == self.rank else torch.empty_like(part) for m in self.members
-            ]
-            received.append(pieces)
-            for member, piece in zip(self.members, pieces, strict=True):
-                if member != self.rank:
-                    works.append(self._start(phase, self._receive, piece, member, tag))
+        own = next((flat[one.start : one.stop] for one in segments if one.rank == self.rank), None)
+        others = [member for member in self.members if member != self.rank]
+        if own is not None:
+            for member in others:
+                if member not in scratch:
+                    scratch[member] = torch.empty_like(own)
+                works.append(self._start(phase, self._receive, scratch[member], member, tag))
         for one in segments:
             if one.rank != self.rank:
                 part = flat[one.start : one.stop]
                 works.append(self._start(phase, self._send, part, one.rank, tag))
 
         def add() -> None:
-            for one, pieces in zip(own, received, strict=True):
-                _add_up(pieces, flat[one.start : one.stop])
+            if own is not None:
+                _add([scratch[member] for member in others], own)
 
         return Arrival(phase, works, add)
 
@@ -186,10 +193,10 @@ class Channel:
             self.ledger.record(phase, kind, flat.numel() * flat.element_size(), self.size)
 
 
-def _add_up(pieces: Sequence[Tensor], out: Tensor) -> None:
-    """Add tensors in their order; what travelled in less than single precision is added in that."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    total = pieces[0].to(wide, copy=True)
-    for piece in pieces[1:]:
+def _add(pieces: Sequence[Tensor], out: Tensor) -> None:
+    """Add tensors to another in their order; in single precision what travelled in less than that."""
+    total = out.to(torch.promote_types(out.dtype, torch.float32))
+    for piece in pieces:
         total.add_(piece)
-    out.copy_(total)
+    if total is not out:
+        out.copy_(total)

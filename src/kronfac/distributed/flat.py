@@ -72,6 +72,12 @@ class Flat:
             return slot.view(item.shape)
         return unpack(slot, item.shape, item.symmetric, item.dtype)
 
+    def copy(self, key: str) -> Tensor:
+        """The same in memory of its own."""
+        taken = self.take(key)
+        shared = taken.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+        return taken.clone() if shared else taken
+
 
 def alike(items: Sequence[Item]) -> list[list[Item]]:
     """Items that may be neighbours in one flat tensor."""

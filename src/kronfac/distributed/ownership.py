@@ -101,7 +101,9 @@ class Ownership:
                 parameter = parameters[int(key)]
                 if parameter.grad is None and used is not None and used[int(key)] > 0:
                     parameter.grad = torch.zeros_like(parameter)
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = total / size
+                elif parameter.grad is not None:
                     parameter.grad.copy_(total / size)
 
     def _count_used(self, parameters: Sequence[nn.Parameter]) -> list[float] | None:

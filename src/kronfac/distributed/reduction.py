@@ -34,6 +34,7 @@ class Bucket:
         self._common = ends.pop(None, [0, 0])[1]
         self._segments = [Segment(rank, *ends[rank]) for rank in ends if rank is not None]
         self._arrivals: list[Arrival] = []
+        self._scratch: dict[int, Tensor] = {}
 
     @property
     def keys(self) -> list[str]:
@@ -48,7 +49,9 @@ class Bucket:
             common = self.flat.tensor[: self._common]
             self._arrivals.append(self.channel.all_reduce(self.phase, common))
         if self._segments:
-            arrival = self.channel.reduce(self.phase, self.flat.tensor, self._segments)
+            arrival = self.channel.reduce(
+                self.phase, self.flat.tensor, self._segments, self._scratch
+            )
             self._arrivals.append(arrival)
 
     def wait(self) -> tuple[float, float]:
@@ -63,7 +66,8 @@ class Bucket:
     def sums(self) -> dict[str, Tensor]:
         """The sums that belong to this rank."""
         mine = (None, self.channel.rank)
-        return {key: self.flat.take(key) for key, i in self.flat.items.items() if i.root in mine}
+        keys = [key for key, item in self.flat.items.items() if item.root in mine]
+        return {key: self.flat.copy(key) for key in keys}
 
 
 class Reduction:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from kronfac.distributed.team import Team
 
 
+#: With staggered refreshes layers travel in other company each time; so many buckets are kept.
+MAX_LAYOUTS = 4
+
+
 @dataclass(frozen=True)
 class Seen:
     """What a rank had observed of a statistic when it left."""
@@ -42,7 +46,8 @@ class Moment:
 
     decay: float
     passes: Mapping[Pass, Any]
-    normaliser: Callable[[], Normaliser]
+    #: ``None`` as long as it is not known what the loss is divided by.
+    normaliser: Callable[[], Normaliser | None]
 
 
 class Round:
@@ -60,12 +65,17 @@ class Round:
             if state.running[name].statistic.combine == "gather"
         ]
         self._sent: dict[str, Seen] = {}
+        self._waiting: list[str] = []
         self.counts: dict[str, float] = {}
         self.outlines: dict[str, Tensor] = {}
         groups = team.plan.grouped([key for key in self.sources if key not in self.gathered])
-        items = [[self._item(key) for key in group] for group in groups]
-        buckets = make_buckets(items, team.world.all, team.settings.wire_dtype)
-        self.reduction = Reduction(buckets)
+        items = tuple(tuple(self._item(key) for key in group) for group in groups)
+        if items not in team.buckets:
+            if len(team.buckets) >= MAX_LAYOUTS:
+                team.buckets.clear()
+            wire = team.settings.wire_dtype
+            team.buckets[items] = make_buckets(items, team.world.all, wire)
+        self.reduction = Reduction(team.buckets[items])
 
     def _item(self, key: str) -> Item:
         state, name = self.sources[key]
@@ -91,21 +101,28 @@ class Round:
             key = self.team.key(state, name)
             if running.statistic.source != source or key not in self.sources:
                 continue
-            if self.team.plan.calls.get(key) != version or self.reduction.has_left(key):
+            if self.team.plan.calls.get(key) == version and key not in (
+                *self._sent,
+                *self.gathered,
+            ):
+                self._waiting.append(key)
+        normaliser = moment.normaliser()
+        for key in list(self._waiting):
+            state, name = self.sources[key]
+            source = state.running[name].statistic.source
+            if source == "output" and normaliser is None:
                 continue
-            if key in self.gathered:
-                continue
-            content = _folded(state, name, moment)
             with torch.profiler.record_function("kronfac.reduce.send"):
-                self.reduction.offer(key, content)
+                self.reduction.offer(key, _folded(state, name, moment.decay, normaliser))
             self._sent[key] = _seen(state, source, moment.passes)
+            self._waiting.remove(key)
 
     def is_stale(self, passes: Mapping[Pass, Any]) -> bool:
         """Whether more has been observed of something that has left."""
         return any(
             _seen(state, state.running[name].statistic.source, passes) != self._sent[key]
             for key, (state, name) in self.sources.items()
-            if key in self._sent
+            if key in self._sent and self.reduction.has_left(key)
         )
 
     # --- at the step ----------------------------------------------------------------------------
@@ -187,15 +204,17 @@ class Round:
                 running.sum = running.count = None
 
 
-def _folded(state: LayerState, name: str, moment: Moment) -> Tensor | None:
+def _folded(
+    state: LayerState, name: str, decay: float, normaliser: Normaliser | None
+) -> Tensor | None:
     """What the running sum will be at the step if nothing more is observed."""
     running = state.running[name]
     fresh = state.pending.sums.get(name)
-    if fresh is not None and running.statistic.source == "output":
-        fresh = fresh * moment.normaliser().scale(running.statistic.degree)
+    if fresh is not None and running.statistic.source == "output" and normaliser is not None:
+        fresh = fresh * normaliser.scale(running.statistic.degree)
     if running.sum is None:
         return fresh
-    faded = running.sum * moment.decay
+    faded = running.sum * decay
     return faded if fresh is None else faded.add_(fresh)
 
 

@@ -15,6 +15,7 @@ from kronfac.distributed.flat import Item
 from kronfac.distributed.packing import packed_elements
 from kronfac.distributed.parcel import Parcel, make_parcels
 from kronfac.distributed.placement import Placement, Task, place
+from kronfac.distributed.reduction import Bucket
 from kronfac.distributed.rounds import Moment, Plan, Round
 from kronfac.distributed.scheme import Distribute
 from kronfac.distributed.solving import Solving, Work
@@ -38,6 +39,8 @@ class Team:
         self.placement: Placement | None = None
         self.link: Link | None = None
         self.round: Round | None = None
+        #: Memory of messages, kept from one round to the next.
+        self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
         #: Seconds that statistics were under way, and those of them in which ranks waited.
         self.overlap = {"seconds": 0.0, "hidden": 0.0}
         self._units: dict[LayerState, LayerUnit] = {}
@@ -100,6 +103,7 @@ class Team:
         self.column: Channel = self.world.channel(tuple(grid.column(grid.column_of(rank))))
         self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
         self._parcels.clear()
+        self.buckets.clear()
         for state in self._units:
             state.works = self.works_on(state)
             state.observed = state.works or not self.is_local
@@ -180,7 +184,10 @@ class Team:
             )
 
     def start_anew(self) -> None:
-        """Forget what is under way, after state was loaded."""
+        """Forget what is under way, after state was loaded on all ranks."""
+        if self.round is not None:
+            for _ in self.round.finish(False):
+                pass
         self.round, self._expected, self._has_news, self._loaded = None, [], False, True
 
     def agree_on_solutions(self, states: Sequence[LayerState]) -> None:
@@ -253,7 +260,8 @@ class Team:
         if current is None:
             current, self._stale = Round(self, states), False
         self.round = None
-        if len(states) == len(self._units):
+        done = set(states)
+        if all(state in done or not state.layer.weight.requires_grad for state in self._units):
             self._has_news = False
         return current, current.finish(self._stale)
 
