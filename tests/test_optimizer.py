@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
@@ -309,13 +308,6 @@ def test_data_parallel_is_refused() -> None:
     model = nn.DataParallel(mlp())
     with pytest.raises(ValueError, match="DataParallel copies the model"):
         kfac(model)
-
-
-def test_a_process_group_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="a process group of 2 ranks"):
-        kfac(mlp())
 
 
 # --- looking ---------------------------------------------------------------------------------

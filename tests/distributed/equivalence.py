@@ -109,7 +109,10 @@ def take_step(
     case: Case,
     divisor: float | None = None,
 ) -> None:
-    """Forward and backward in micro-batches, then a step. The loss is a mean unless divided otherwise."""
+    """Forward and backward in micro-batches, then a step.
+
+    The loss is a mean; ``divisor`` is the number of samples that it is divided by instead.
+    """
     optimizer.zero_grad()
     exact = dict(case.options).get("fisher") in ("mc", "exact")
     pieces = list(zip(*(part.chunk(case.micro) for part in data), strict=True))
@@ -122,7 +125,7 @@ def take_step(
             if exact:
                 optimizer.observe(scores)  # type: ignore[attr-defined]
             total = F.cross_entropy(scores.flatten(0, -2), y.flatten(), reduction="sum")
-            (total / (divisor or y.numel() * len(pieces))).backward()
+            (total / ((divisor or len(y) * len(pieces)) * y[0].numel())).backward()
     optimizer.step()
 
 
@@ -180,7 +183,8 @@ def on_rank(rank: int, case: Case, scheme: Any, wrapped: bool = True) -> Outcome
         if not same_bits(plain):
             outcome.differing_steps.append(number)
     outcome.parameters, outcome.stats = parameters(plain), optimizer.stats()
-    outcome.scheme = str(optimizer.placement.scheme)
+    if optimizer.placement is not None:  # one rank shares nothing out
+        outcome.scheme = str(optimizer.placement.scheme)
     return outcome
 
 

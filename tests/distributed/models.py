@@ -33,6 +33,11 @@ def cnn() -> nn.Module:
     )
 
 
+def wide() -> nn.Module:
+    """One factor that takes longer than all others together."""
+    return nn.Sequential(nn.Linear(150, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
 class Transformer(nn.Module):
     """Embedding, attention, layer norms and linear layers: scores for every token."""
 
@@ -95,6 +100,7 @@ class Kind:
 
 KINDS = {
     "mlp": Kind(mlp),
+    "wide": Kind(wide, (150,)),
     "cnn": Kind(cnn, (2, 4, 4)),
     "transformer": Kind(Transformer, (TOKENS,), WORDS),
     "shared": Kind(Shared, (4, 4, 4)),

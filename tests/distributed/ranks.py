@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -53,10 +55,10 @@ def _serve(connection: Connection, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         while True:
             try:
-                rank, world_size, store, timeout, function, args = connection.recv()
+                task = _receive(connection)
             except EOFError:
                 return
-            connection.send(_answer(rank, world_size, store, timeout, function, args))
+            _send(connection, _answer(*task))
 
 
 def _answer(
@@ -86,17 +88,25 @@ def _answer(
         return None, _picklable(error), traceback.format_exc()
     finally:
         torch.set_default_dtype(torch.float32)
+        gc.collect()  # what still refers to the group has to go before it
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _send(connection: Connection, value: Any) -> None:
+    """Send bytes: what a connection pickles by itself are handles of tensors, which the sender keeps."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
 
 
 def _picklable(error: Exception) -> Exception:
     """The error without what it may refer to."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     try:
-        multiprocessing.reduction.ForkingPickler.loads(
-            multiprocessing.reduction.ForkingPickler.dumps(error)
-        )
+        pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
@@ -169,7 +179,7 @@ class Pool:
         name = getattr(function, "__name__", str(function))
         for rank in range(world_size):
             task = (rank, world_size, store, timeout, function, args)
-            self.connections[rank].send(task)
+            _send(self.connections[rank], task)
         answers, first = self._collect(world_size, limit, grace)
         silent = [rank for rank in range(world_size) if rank not in answers]
         broken = bool(silent) or not all(process.is_alive() for process in self.processes)
@@ -203,7 +213,7 @@ class Pool:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                    answers[rank] = _receive(connection)  # type: ignore[arg-type]
                 except EOFError:
                     code = self._exit_code(rank)
                     error = RuntimeError(f"the process of rank {rank} has ended with {code}.")

@@ -49,6 +49,13 @@ def test_symmetric_round_trip(width: int, batch: tuple[int, ...], dtype: torch.d
     assert bits(back) == bits(x)
 
 
+@pytest.mark.parametrize("width", [255, 256, 257, 258, 511, 512, 513, 769])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_round_trip_of_more_than_one_tile(width: int, batch: tuple[int, ...]) -> None:
+    x = symmetric(batch, width, torch.float32)
+    assert bits(unpack(packed(x, True), tuple(x.shape), True)) == bits(x)
+
+
 @settings(deadline=None)
 @given(WIDTHS, BATCHES, DTYPES, DTYPES, st.integers(0, 9))
 def test_rounding_is_that_of_the_wire(

@@ -19,6 +19,10 @@ def summed(rank: int, factor: int) -> tuple[int, int, float]:
     return rank, dist.get_world_size(), float(value)
 
 
+def much(rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor + rank for _ in range(50)]
+
+
 def failing(rank: int, bad: int) -> int:
     if rank == bad:
         raise ValueError(f"rank {bad} does not like this")
@@ -71,6 +75,11 @@ def test_ranks_meet_and_results_come_by_rank(world_size: int) -> None:
     total = float(sum(10 * rank for rank in range(world_size)))
     expected = [(rank, world_size, total) for rank in range(world_size)]
     assert run(world_size, summed, 10) == expected
+
+
+def test_tensors_travel_by_value() -> None:
+    for rank, tensors in enumerate(run(2, much, torch.ones(3))):
+        assert all(torch.equal(tensor, torch.full((3,), 1.0 + rank)) for tensor in tensors)
 
 
 def test_the_same_processes_serve_all_calls() -> None:

@@ -131,7 +131,7 @@ def _mirror(matrix: Tensor) -> None:
             columns = slice(left, left + _TILE)
             matrix[:, rows, columns].copy_(matrix[:, columns, rows].mT)
         tile = matrix[:, rows, rows]
-        _overwrite_below(tile, -1, tile.mT.contiguous())
+        _overwrite_below(tile, -1, tile.mT.clone())  # a tile of one number is its own transpose
 
 
 def _batch_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
