@@ -8,10 +8,12 @@ not among them. Norms are left out, as kfac-pytorch leaves them.
 
 Ours is a closed form of the placement. It is checked against the bytes that the engine itself counts,
 exactly, in fake worlds of the same sizes: with the ResNet-50, and with one of an eighth of its width
-by either solver (several ranks may divide a Cholesky inverse among them, no eigendecomposition). Theirs (KAISA's, in single precision, with the defaults): all ranks reduce
-whole factors at every factor step; eigenvectors and the divisor of the eigenvalues go to the gradient
-workers, preconditioned gradients to all others. It has no replicated scheme; D-KFAC with its factors
-stands there.
+by either solver (several ranks may divide a Cholesky inverse among them, no eigendecomposition).
+
+Theirs (KAISA's, in single precision, with the defaults): all ranks reduce whole factors at every
+factor step; eigenvectors and the divisor of the eigenvalues go to the gradient workers, and
+preconditioned gradients to all others. It has no replicated scheme; D-KFAC with its factors stands
+there.
 """
 
 import argparse
