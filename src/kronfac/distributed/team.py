@@ -91,6 +91,8 @@ class Team:
                 balanced=self.settings.balanced,
                 split=self.settings.split,
             )
+        if self.settings.scheme in ("auto", "spd"):  # they follow measurements
+            placement = Placement.from_json(self.world.gather(placement.to_json())[0])
         if self.placement is not None:
             seats = {**self.placement.seats, **placement.seats}
             placement = Placement(placement.scheme, placement.grid, seats)
