@@ -341,7 +341,7 @@ def sentences(auto: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
         slower = [f"{100 * value:+.1f} %" for value in auto["slower_than_best"]]
         lines.append(
             f"auto vs best fixed scheme ({auto['best_fixed']}): {slower[0]} "
-            f"[{slower[1]}, {slower[2]}] (goal within {NEAR:.0%} or inside the spread)"
+            f"[{slower[1]}, {slower[2]}]\n  (goal: within {NEAR:.0%} of it or inside the spread)"
         )
     lines.append(f"share of reduction time hidden behind compute: {rows[AUTO]['overlap']:.0%}")
     return lines
@@ -350,9 +350,9 @@ def sentences(auto: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
 def legend() -> str:
     """What the columns mean."""
     return (
-        "faster: time of D-KFAC / time of the variant, round by round. MB sent: K-FAC's own, per\n"
-        "rank and step by ring formulas, gradients of DDP apart. hidden: share of the time of the\n"
-        "statistics' reductions that passed before step() waited for them."
+        "faster: time of D-KFAC / time of the variant, round by round. MB sent: K-FAC's\n"
+        "own, per rank and step by ring formulas, without the gradients of DDP. hidden:\n"
+        "share of the time of statistics under way that passed before step() waited."
     )
 
 
