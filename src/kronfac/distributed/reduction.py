@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -54,14 +53,10 @@ class Bucket:
             )
             self._arrivals.append(arrival)
 
-    def wait(self) -> tuple[float, float]:
-        """Return when the sums are there, with the seconds since it left and those spent waiting."""
-        launched = min((one.launched for one in self._arrivals), default=time.perf_counter())
-        started = time.perf_counter()
+    def wait(self) -> None:
+        """Return when the sums are there."""
         for arrival in self._arrivals:
             arrival.wait()
-        now = time.perf_counter()
-        return now - launched, now - started
 
     def sums(self) -> dict[str, Tensor]:
         """The sums that belong to this rank."""
@@ -78,13 +73,8 @@ class Reduction:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
-        for bucket in self.buckets:
-            bucket.flat.packed.clear()
         self._where = {key: n for n, bucket in enumerate(self.buckets) for key in bucket.keys}
         self._next = 0
-        #: Seconds that messages were under way, and how many of them were spent waiting.
-        self.in_flight = 0.0
-        self.waited = 0.0
 
     def bucket_of(self, key: str) -> int:
         """Number of the bucket that a tensor travels in."""
@@ -102,25 +92,26 @@ class Reduction:
 
     def offer(self, key: str, tensor: Tensor | None) -> None:
         """Put a tensor into its bucket and send off what is full and next in order."""
+        assert not self.has_left(key)
         self.buckets[self._where[key]].flat.put(key, tensor)
         while self._next < len(self.buckets) and self.buckets[self._next].flat.full:
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
 
     def complete(self, content: Callable[[str], Tensor | None]) -> None:
-        """Send off whatever has not left, with what it is by now."""
+        """Send off whatever has not left."""
         for bucket in self.buckets[self._next :]:
             for key in bucket.keys:
                 bucket.flat.put(key, content(key))
-            bucket.launch()
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch()
+        self._next += 1
 
     def arrivals(self) -> Iterator[Mapping[str, Tensor]]:
         """The sums that belong to this rank, bucket by bucket, as they arrive."""
         for bucket in self.buckets:
-            window, waited = bucket.wait()
-            self.in_flight += window
-            self.waited += waited
+            bucket.wait()
             yield bucket.sums()
 
 

@@ -67,6 +67,14 @@ class World:
         dist.all_gather_object(found, value, group=self.all.group)
         return found
 
+    def first(self, value: Any) -> Any:
+        """What the first rank has in mind, whatever others have."""
+        if self.size == 1:
+            return value
+        boxed = [value]
+        dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
+        return boxed[0]
+
     def check_equal(self, here: Mapping[str, Any]) -> None:
         """Raise the same error on all ranks unless they all bring equal descriptions.
 
