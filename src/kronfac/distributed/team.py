@@ -38,6 +38,9 @@ class Team:
         self.settings = settings
         self.phases = phases
         self.plan = Plan()
+        #: How much has left when a step begins may differ between ranks (a layer is not used, batches
+        #: have run out), so that the order of other messages must not depend on it.
+        self.early = world.channel(world.all.members, "early") if settings.overlap else world.all
         self.placement: Placement | None = None
         self.link: Link | None = None
         self.round: Round | None = None
