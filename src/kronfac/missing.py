@@ -52,7 +52,7 @@ class Missing:
         if self.options.on_missing == "raise":
             raise RuntimeError(message)
         self._warned.update(names)
-        warnings.warn(message, stacklevel=7)
+        warnings.warn(message, stacklevel=8)
 
     def _explain_nothing(self, missing: list[LayerState]) -> None:
         """Raise if it is known why no layer at all was observed."""

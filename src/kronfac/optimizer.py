@@ -73,12 +73,13 @@ class Preconditioned(Optimizer, Joinable, ABC):
         base_optimizer: Optimizer,
         options: Options,
         schedules: Schedules,
-        distribute: Distribute,
+        distribute: Distribute | None = None,
         process_group: Any = None,
     ) -> None:
         check_model(model)
         check_base(base_optimizer)
-        self._build(model, base_optimizer, options, schedules, distribute, process_group)
+        settings = Distribute() if distribute is None else distribute
+        self._build(model, base_optimizer, options, schedules, settings, process_group)
 
     def _build(
         self,

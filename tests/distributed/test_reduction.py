@@ -1,29 +1,98 @@
-"""Buckets of statistics on their way: in order, complete, and not touched while they travel."""
+"""Buckets leave in order, once, and nobody writes into them on their way."""
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from tests.distributed.ranks import run
+from kronfac.distributed.channel import Arrival, Channel
+from kronfac.distributed.flat import Item
+from kronfac.distributed.ledger import Ledger
+from kronfac.distributed.reduction import Reduction, make_buckets
 
-
-def second_bucket_first(rank: int) -> list[float]:
-    """The bucket that is second in order is full before the first one, and then outdated."""
-    from kronfac.distributed.channel import Channel
-    from kronfac.distributed.flat import Item
-    from kronfac.distributed.ledger import Ledger
-    from kronfac.distributed.reduction import Reduction, make_buckets
-
-    size = dist.get_world_size()
-    channel = Channel(dist.group.WORLD, tuple(range(size)), rank, Ledger())
-    device = torch.device("cpu")
-    groups = [[Item(key, (1000,), torch.float32, device)] for key in ("first", "second")]
-    reduction = Reduction(make_buckets(groups, channel, None))
-    reduction.offer("second", torch.full((1000,), -5.0))
-    values = {"first": torch.full((1000,), 1.0), "second": torch.full((1000,), 10.0)}
-    reduction.complete(values.get)
-    found = {key: value for sums in reduction.arrivals() for key, value in sums.items()}
-    return [*found["first"].unique().tolist(), *found["second"].unique().tolist()]
+GROUPS = [["a", "b"], ["c"], ["d", "e"]]
 
 
-def test_a_bucket_that_is_full_early_leaves_in_its_turn_with_the_newest_content() -> None:
-    assert run(3, second_bucket_first) == [[3.0, 30.0]] * 3
+class Slow(Channel):
+    """Looks at a message when it is launched, and again when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(None, (0,), 0, Ledger())
+        self.launched: list[list[float]] = []
+
+    def all_reduce(self, phase, flat, op=None):  # type: ignore[no-untyped-def]
+        self.launched.append(flat.tolist())
+
+        def check() -> None:
+            assert flat.tolist() in self.launched, "it was written to on its way"
+            flat.mul_(10)
+
+        return Arrival(phase, then=check)
+
+
+def reduction() -> tuple[Reduction, Slow]:
+    channel = Slow()
+    items = [
+        [Item(key, (), torch.float32, torch.device("cpu")) for key in group] for group in GROUPS
+    ]
+    return Reduction(make_buckets(items, channel, None)), channel
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+VALUES = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0}
+
+
+def finish(one: Reduction) -> dict[str, float]:
+    one.complete(lambda key: number(VALUES[key]))
+    found: dict[str, float] = {}
+    for sums in one.arrivals():
+        found |= {key: float(value) for key, value in sums.items()}
+    return found
+
+
+TIMES_TEN = {key: 10 * value for key, value in VALUES.items()}
+
+
+def test_buckets_leave_in_order_as_soon_as_they_are_full() -> None:
+    one, channel = reduction()
+    for key in ("c", "b"):
+        one.offer(key, number(VALUES[key]))
+    assert channel.launched == []
+    one.offer("a", number(1.0))
+    assert channel.launched == [[1.0, 2.0], [3.0]]
+    assert one.has_left("c")
+    assert not one.has_left("d")
+    assert finish(one) == TIMES_TEN
+    assert channel.launched == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+
+
+def test_what_was_full_but_not_next_leaves_once_and_as_it_is_at_the_end() -> None:
+    one, channel = reduction()
+    for key in ("c", "d", "e"):
+        one.offer(key, number(-1.0))  # more is observed later
+    assert finish(one) == TIMES_TEN
+    assert channel.launched == [[1.0, 2.0], [3.0], [4.0, 5.0]]
+
+
+def test_nothing_is_left_over_for_the_next_round() -> None:
+    one, channel = reduction()
+    for key in ("c", "d", "e"):
+        one.offer(key, number(VALUES[key]))
+    finish(one)
+    again = Reduction(one.buckets)
+    channel.launched.clear()
+    again.offer("a", number(1.0))
+    again.offer("b", number(2.0))
+    assert channel.launched == [[1.0, 2.0]]
+    assert finish(again) == TIMES_TEN
+
+
+def test_a_round_can_be_repeated() -> None:
+    one, channel = reduction()
+    for key in VALUES:
+        one.offer(key, number(-1.0))
+    assert len(channel.launched) == 3
+    one.restart()
+    assert finish(one) == TIMES_TEN
+    assert len(channel.launched) == 6

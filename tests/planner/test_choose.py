@@ -109,12 +109,59 @@ def test_traffic_of_layers_that_are_alike() -> None:
         assert seconds == pytest.approx(traffic)
 
 
+def of_sizes(*factors: int) -> list[LayerUnit]:
+    """Layers whose statistics have these many bytes."""
+    return [alike(index + 1, factor=size // 4)[index] for index, size in enumerate(factors)]
+
+
 def test_a_rank_that_keeps_much_receives_much() -> None:
-    layers = alike(1)
-    prediction = predicted(layers, 4, "mem-opt")
-    assert prediction.bytes["reduce"] == 4000
-    assert prediction.seconds["reduce"] == pytest.approx(3 * 4000)
-    assert prediction.bytes["spread"] == 3 * 40
+    """One layer for each of four ranks: 3·5200 is less than all of them together."""
+    prediction = predicted(of_sizes(4000, 4000, 4000, 5200), 4, "mem-opt")
+    assert prediction.bytes["reduce"] == 17200 - 4000
+    assert prediction.seconds["reduce"] == 3 * 5200
+
+
+def test_what_one_rank_keeps_is_added_up_on_the_way() -> None:
+    prediction = predicted(alike(1), 4, "mem-opt")
+    assert prediction.bytes["reduce"] == prediction.seconds["reduce"] == 4000
+    assert prediction.bytes["spread"] == 3 * 40  # a copy for each of the others
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(1, 50).map(lambda n: 400 * n), min_size=1, max_size=6),
+    st.integers(2, 8),
+    st.floats(0, 1e4),
+)
+def test_sums_for_single_ranks_take_the_quicker_way(
+    sizes: list[int], ranks: int, latency: float
+) -> None:
+    layers, link = of_sizes(*sizes), Link(latency, 1.0)
+    placement = place(layers, ranks, "mem-opt", link=link, compute=PURE)
+    kept = [0] * ranks
+    for layer, size in zip(layers, sizes, strict=True):
+        kept[placement.workers(layer.name)[0]] += size
+    exchange = latency + max((ranks - 1) * max(kept), sum(kept) - min(kept))
+    along = latency * sum(1 for size in kept if size) + sum(kept)
+    quicker = predict(layers, placement, link, PURE, 1)
+    assert quicker.seconds["reduce"] == pytest.approx(min(exchange, along))
+    passed_on = predict(layers, placement, link, PURE, 1, direct=False)
+    assert passed_on.seconds["reduce"] == pytest.approx(along)
+
+
+def test_what_is_passed_on_is_sent_once_by_each_rank() -> None:
+    layers = alike(8, factor=1000, solution=300, gradient=10)
+    factors, solutions, gradients = 8 * 4000, 8 * 1200, 8 * 40
+    for scheme, traffic in {
+        "replicated": (2 * factors * 3 // 4, 0, 0),
+        "comm-opt": (factors, solutions, 0),
+        "mem-opt": (factors, 0, gradients),
+        Hybrid(0.5): (factors, solutions // 2, gradients),
+    }.items():
+        placement = place(layers, 4, scheme, link=BYTES, compute=PURE, split=False)
+        prediction = predict(layers, placement, BYTES, PURE, 1, direct=False)
+        assert tuple(prediction.bytes.values()) == traffic
+        assert tuple(prediction.seconds[phase] for phase in TRAFFIC) == pytest.approx(traffic)
 
 
 def test_a_split_part_travels_to_its_solvers_and_is_added() -> None:
@@ -128,6 +175,8 @@ def test_a_split_part_travels_to_its_solvers_and_is_added() -> None:
     assert divided.seconds["refresh"] < whole.seconds["refresh"]
     assert divided.bytes["share"] == 160 * 2 * 3 // 4
     assert whole.bytes["share"] == 160 * 3
+    assert divided.bytes["reduce"] == 100 * 2 * 3 // 4  # several ranks need the sum: all get it
+    assert whole.bytes["reduce"] == 100
     assert divided.total < whole.total
 
 

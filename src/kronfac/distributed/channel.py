@@ -14,9 +14,11 @@ from torch import Tensor
 
 from kronfac.distributed.ledger import Kind, Ledger, Phase
 
-#: Up to this many ranks, Gloo moves segments directly between their ends. Its own reduce and
-#: broadcast pass through trees, in which a few links carry several times their share.
+#: Up to this many ranks, Gloo moves segments directly between their ends. Its own broadcast passes
+#: through a tree, in which a few links carry several times their share.
 MAX_DIRECT = 32
+#: Bytes that a link carries, roughly, in the time that it takes to begin a message.
+START_UP_BYTES = 2**12
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Channel:
         self.ledger = ledger
         backend = "" if group is None else dist.get_backend(group)
         self.direct = backend == "gloo" and len(members) <= MAX_DIRECT
+        self._places = {member: place for place, member in enumerate(members)}
         self._tags = itertools.count(1)
 
     @property
@@ -97,7 +100,7 @@ class Channel:
         ``scratch`` keeps memory for what is received, from one call to the next.
         """
         wanted = [one for one in segments if one.stop > one.start]
-        if self.direct:
+        if self.direct and not self._rings(wanted, flat.element_size()):
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
             return self._collect(phase, flat, wanted, {} if scratch is None else scratch)
@@ -135,6 +138,16 @@ class Channel:
 
     # --- the pieces -----------------------------------------------------------------------------
 
+    def _rings(self, segments: Sequence[Segment], itemsize: int) -> bool:
+        """Whether rings are quicker than sending segments straight to their ranks.
+
+        The rank of the largest would receive it from all others, at the same time. A ring adds it up on
+        the way and hands the sum over, which no link sees more than twice; but it begins 2P messages.
+        """
+        sizes = [(one.stop - one.start) * itemsize for one in segments]
+        straight = (self.size - 1) * max(sizes, default=0)
+        return straight > 2 * (sum(sizes) + len(sizes) * self.size * START_UP_BYTES)
+
     def _collect(
         self, phase: Phase, flat: Tensor, segments: Sequence[Segment], scratch: dict[int, Tensor]
     ) -> Arrival:
@@ -171,7 +184,7 @@ class Channel:
         return dist.irecv(part, group_src=self._place(source), group=self.group, tag=tag)
 
     def _place(self, member: int) -> int:
-        return self.members.index(member)
+        return self._places[member]
 
     def _start(self, phase: Phase, launch: Callable[..., Any], *args: Any) -> Any:
         try:

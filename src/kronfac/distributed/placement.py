@@ -59,7 +59,9 @@ def place(
     tasks: dict[tuple[str, str], Task] = {}
     for column, own in enumerate(members):
         jobs = [
-            _Job(layer, part, grid.workers, link, compute) for layer in own for part in layer.parts
+            _Job(layer, part, grid.workers, size, link, compute)
+            for layer in own
+            for part in layer.parts
         ]
         shared = [job for job in jobs if not _everywhere(job, scheme, size)]
         tasks |= {job.key: Task() for job in jobs}
@@ -107,6 +109,7 @@ class _Job:
     layer: LayerUnit
     part: PartUnit
     workers: int
+    ranks: int
     link: Link
     compute: Compute
 
@@ -126,16 +129,14 @@ class _Job:
         return solve_seconds(self.part, self.compute, pieces)
 
     def extra(self, pieces: int) -> float:
-        """The sum of a split solution instead of a copy, and its statistics at several ranks."""
+        """The sum of a split solution instead of a copy, and sums of statistics for all ranks."""
         size, link = self.solution_bytes, self.link
         statistics = sum(
             unit.bytes for unit in self.layer.statistics if unit.key in self.part.statistics
         )
-        added = link.all_reduce(size, self.workers) - link.broadcast(size, self.workers)
-        copies = link.broadcast(
-            statistics * (pieces - 1), pieces
-        )  # sent by the one that has the sum
-        return max(0.0, added) + copies
+        solution = link.all_reduce(size, self.workers) - link.broadcast(size, self.workers)
+        summed = link.all_reduce(statistics, self.ranks) - link.reduce(statistics, self.ranks)
+        return max(0.0, solution) + max(0.0, summed)
 
 
 def _workers(scheme: str | Hybrid, size: int) -> int:

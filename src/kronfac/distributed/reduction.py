@@ -100,16 +100,21 @@ class Reduction:
 
     def offer(self, key: str, tensor: Tensor | None) -> None:
         """Put a tensor into its bucket and send off what is full and next in order."""
+        assert not self.has_left(key)
         self.buckets[self._where[key]].flat.put(key, tensor)
         while self._next < len(self.buckets) and self.buckets[self._next].flat.full:
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
 
     def complete(self, content: Callable[[str], Tensor | None]) -> None:
         """Send off whatever has not left."""
         for bucket in self.buckets[self._next :]:
             for key in bucket.keys:
-                self.offer(key, content(key))
+                bucket.flat.put(key, content(key))
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self.buckets[self._next].launch()
+        self._next += 1
 
     def arrivals(self) -> Iterator[Mapping[str, Tensor]]:
         """The sums that belong to this rank, bucket by bucket, as they arrive."""

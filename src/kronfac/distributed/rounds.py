@@ -264,4 +264,5 @@ class Plan:
         order = sorted(range(len(keys)), key=lambda index: (ready[index], index))
         arrivals = [Arrival(keys[i], ready[i], sizes[keys[i]]) for i in order]
         size = team.world.size
-        self.groups = fuse(arrivals, lambda m: link.reduce(m, size), link.latency)
+        groups = fuse(arrivals, lambda m: link.reduce(m, size), link.latency)
+        self.groups = team.world.first(groups)  # whatever rounding does, one plan for all

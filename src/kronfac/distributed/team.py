@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +80,10 @@ class Team:
         if scheme in ("auto", "spd") and self.world.size > 1:
             link, compute = self.measured_link(), measure_compute(self.world)
         if scheme == "auto":
-            placement, _ = choose(units, self.world.size, link, compute, refresh_every)
+            direct = self.world.all.direct
+            placement, _ = choose(
+                units, self.world.size, link, compute, refresh_every, direct=direct
+            )
         else:
             placement = place(
                 units,
@@ -91,6 +95,8 @@ class Team:
                 balanced=self.settings.balanced,
                 split=self.settings.split,
             )
+        if self.settings.scheme in ("auto", "spd"):  # they follow measurements
+            placement = Placement.from_json(self.world.first(placement.to_json()))
         if self.placement is not None:
             seats = {**self.placement.seats, **placement.seats}
             placement = Placement(placement.scheme, placement.grid, seats)
@@ -104,10 +110,11 @@ class Team:
         self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
         self._parcels.clear()
         self.buckets.clear()
+        index = itertools.count()
         for state in self._units:
             state.works = self.works_on(state)
             state.observed = state.works or not self.is_local
-            kept = (name for name in state.running if self._keeps(state, name))
+            kept = [name for name in state.running if self._keeps(state, name, next(index))]
             state.kept = frozenset(kept)
 
     def measured_link(self) -> Link:
@@ -160,12 +167,10 @@ class Team:
         needs = self._placed.needs(self._units[state], self.key(state, name))
         return needs[0] if needs is not None and len(needs) == 1 else None
 
-    def _keeps(self, state: LayerState, name: str) -> bool:
+    def _keeps(self, state: LayerState, name: str, index: int) -> bool:
         if self.is_local:
             return state.works
-        unit = self._units[state]
-        index = list(self._units).index(state)
-        keeper = self._placed.keeper(unit, self.key(state, name), index)
+        keeper = self._placed.keeper(self._units[state], self.key(state, name), index)
         return keeper == self.world.rank
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -65,8 +67,23 @@ class World:
         dist.all_gather_object(found, value, group=self.all.group)
         return found
 
+    def first(self, value: Any) -> Any:
+        """What the first rank has in mind, whatever others have."""
+        if self.size == 1:
+            return value
+        boxed = [value]
+        dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
+        return boxed[0]
+
     def check_equal(self, here: Mapping[str, Any]) -> None:
-        """Raise the same error on all ranks unless they all bring equal descriptions."""
+        """Raise the same error on all ranks unless they all bring equal descriptions.
+
+        Those of thousands of ranks would be a lot to send, so that digests are compared first.
+        """
+        digest = torch.tensor(_digest(here))
+        most, least = self.total(torch.cat([digest, -digest]), dist.ReduceOp.MAX).chunk(2)
+        if torch.equal(most, -least):
+            return
         everywhere = self.gather(dict(here))
         problems = []
         for name in here:
@@ -80,6 +97,12 @@ class World:
                 "the ranks do not agree: " + "; ".join(problems[:3]) + ". Build the same model and "
                 "optimizer, with the same options and versions, on every rank."
             )
+
+
+def _digest(described: Mapping[str, Any]) -> list[float]:
+    """Small numbers, which any backend can compare, that differ if the descriptions do."""
+    text = json.dumps(described, sort_keys=True, default=repr)
+    return [float(byte) for byte in hashlib.sha256(text.encode()).digest()]
 
 
 def _difference(name: str, first: Any, other: Any, rank: int) -> str:

@@ -23,6 +23,7 @@ def choose(
     refresh_every: int,
     *,
     hidden: float = 0.0,
+    direct: bool = True,
     balanced: bool = True,
     split: bool = True,
 ) -> tuple[Placement, list[Prediction]]:
@@ -38,6 +39,7 @@ def choose(
         compute: the speed of a rank.
         refresh_every: steps from one solution to the next.
         hidden: as for :func:`kronfac.planner.model.predict`.
+        direct: likewise.
         balanced: as for :func:`kronfac.distributed.placement.place`.
         split: likewise.
     """
@@ -53,7 +55,7 @@ def choose(
             balanced=balanced,
             split=split,
         )
-        prediction = predict(layers, placement, link, compute, refresh_every, hidden)
+        prediction = predict(layers, placement, link, compute, refresh_every, hidden, direct)
         tried.append((placement, prediction))
     tried.sort(key=lambda pair: pair[1].total)
     return tried[0][0], [prediction for _, prediction in tried]
