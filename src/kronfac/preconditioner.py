@@ -401,7 +401,7 @@ class Preconditioner:
         counters = {name: int(value) for name, value in self.counters.items()}
         return {
             "steps": self.clock.step,
-            **(Ledger().stats() if self.team is None else self.team.stats()),
+            **({**Ledger().stats(), "waited": 0.0} if self.team is None else self.team.stats()),
             "factor_updates": counters.get("factor_updates", 0),
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),

@@ -1,6 +1,6 @@
 """Messages: sums and copies are right whichever way they travel."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,12 +40,11 @@ class Arrival:
     phase: Phase
     works: Sequence[Any] = ()
     then: Callable[[], None] | None = None
-    launched: float = field(default_factory=time.perf_counter)
-    arrived: float | None = None
+    arrived: bool = False
 
     def wait(self) -> None:
         """Return when the result is there (on an accelerator: when later work may use it)."""
-        if self.arrived is not None:
+        if self.arrived:
             return
         try:
             for work in self.works:
@@ -60,7 +58,7 @@ class Arrival:
         if self.then is not None:
             self.then()
         self.works = ()
-        self.arrived = time.perf_counter()
+        self.arrived = True
 
 
 class Channel:

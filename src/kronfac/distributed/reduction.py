@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -54,14 +53,10 @@ class Bucket:
             )
             self._arrivals.append(arrival)
 
-    def wait(self) -> tuple[float, float]:
-        """Return when the sums are there, with the seconds since it left and those spent waiting."""
-        launched = min((one.launched for one in self._arrivals), default=time.perf_counter())
-        started = time.perf_counter()
+    def wait(self) -> None:
+        """Return when the sums are there."""
         for arrival in self._arrivals:
             arrival.wait()
-        now = time.perf_counter()
-        return now - launched, now - started
 
     def sums(self) -> dict[str, Tensor]:
         """The sums that belong to this rank."""
@@ -80,9 +75,6 @@ class Reduction:
         self.buckets = list(buckets)
         self._where = {key: n for n, bucket in enumerate(self.buckets) for key in bucket.keys}
         self._next = 0
-        #: Seconds that messages were under way, and how many of them were spent waiting.
-        self.in_flight = 0.0
-        self.waited = 0.0
 
     def bucket_of(self, key: str) -> int:
         """Number of the bucket that a tensor travels in."""
@@ -119,9 +111,7 @@ class Reduction:
     def arrivals(self) -> Iterator[Mapping[str, Tensor]]:
         """The sums that belong to this rank, bucket by bucket, as they arrive."""
         for bucket in self.buckets:
-            window, waited = bucket.wait()
-            self.in_flight += window
-            self.waited += waited
+            bucket.wait()
             yield bucket.sums()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,8 +43,8 @@ class Team:
         self.round: Round | None = None
         #: Memory of messages, kept from one round to the next.
         self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
-        #: Seconds that statistics were under way, and those of them in which ranks waited.
-        self.overlap = {"seconds": 0.0, "hidden": 0.0}
+        #: Seconds in which this rank did nothing but wait for statistics.
+        self.waited = 0.0
         self._units: dict[LayerState, LayerUnit] = {}
         self._names: dict[LayerState, str] = {}
         self._stale = self._has_news = self._loaded = self._warned = False
@@ -222,7 +223,7 @@ class Team:
 
     def stats(self) -> dict[str, Any]:
         """What has travelled."""
-        return {**self.world.ledger.stats(), "overlap": dict(self.overlap)}
+        return {**self.world.ledger.stats(), "waited": self.waited}
 
     # --- statistics -----------------------------------------------------------------------------
 
@@ -265,10 +266,13 @@ class Team:
         if current is None:
             current, self._stale = Round(self, states), False
         self.round = None
+        started = time.perf_counter()
+        arrivals = current.finish(self._stale)
+        self.waited += time.perf_counter() - started
         done = set(states)
         if all(state in done or not state.layer.weight.requires_grad for state in self._units):
             self._has_news = False
-        return current, current.finish(self._stale)
+        return current, arrivals
 
     def consolidate(self, states: Sequence[LayerState]) -> None:
         """Add up all statistics at their keepers."""
@@ -301,7 +305,12 @@ class Team:
         sums: dict[str, Tensor] = {}
 
         def receive() -> Iterator[None]:
-            for arrived in arrivals:
+            while True:
+                started = time.perf_counter()
+                arrived = next(arrivals, None)
+                self.waited += time.perf_counter() - started
+                if arrived is None:
+                    return
                 sums.update(arrived)
                 for key, total in arrived.items():
                     state, name = current.sources[key]
@@ -313,13 +322,11 @@ class Team:
 
         outcome = solving.run(self._stages(current), receive())
         current.settle(sums)
-        reduction = current.reduction
-        self.overlap["seconds"] += reduction.in_flight
-        self.overlap["hidden"] += max(0.0, reduction.in_flight - reduction.waited)
         if self.settings.overlap and self.plan.groups is None:
             keys = [key for key in current.sources if key not in current.gathered]
             sizes = {key: self._size(*current.sources[key]) for key in keys}
             self.plan.decide(self, sizes, self.measured_link())
+            self.buckets.clear()
         return outcome
 
     def _solve_local(self, solving: Solving) -> dict[LayerState, dict[str, Tensor] | None]:

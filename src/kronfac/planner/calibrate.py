@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,9 +17,27 @@ PROBE_BYTES = 2**19
 #: Width of the matrices that measure speed.
 PROBE_WIDTH = 256
 
+#: What was measured, by process group: optimizers on the same ranks plan by the same numbers.
+_links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+_speeds: WeakKeyDictionary[Any, Compute] = WeakKeyDictionary()
 
-def measure_link(world: World, repeat: int = 3) -> Link:
-    """Latency and time per byte of messages among all ranks, from small and large all-reduces."""
+
+def measure_link(world: World) -> Link:
+    """Latency and time per byte of messages among all ranks; measured once."""
+    if world.parent not in _links:
+        _links[world.parent] = _measure_link(world)
+    return _links[world.parent]
+
+
+def measure_compute(world: World) -> Compute:
+    """Speed of decompositions and of products, all ranks working at once; measured once."""
+    if world.parent not in _speeds:
+        _speeds[world.parent] = _measure_compute(world)
+    return _speeds[world.parent]
+
+
+def _measure_link(world: World, repeat: int = 5) -> Link:
+    """From small and large all-reduces."""
     if world.size == 1:
         return Link(0.0, 0.0)
     small = torch.zeros(1, device=world.device)
@@ -33,8 +52,7 @@ def measure_link(world: World, repeat: int = 3) -> Link:
     return Link(latency, max(whole - latency, 1e-9) / sent)
 
 
-def measure_compute(world: World, repeat: int = 3) -> Compute:
-    """Speed of decompositions and of products on the ranks, all working at once."""
+def _measure_compute(world: World, repeat: int = 5) -> Compute:
     matrix = torch.eye(PROBE_WIDTH, device=world.device) + 1e-3
     solve = _seconds(lambda: torch.linalg.eigh(matrix), world, repeat)
     product = _seconds(lambda: matrix @ matrix, world, repeat)
@@ -50,7 +68,7 @@ def _seconds(work: Callable[[], object], world: World, repeat: int) -> float:
         work()
         if attempt:  # the first one warms up
             times.append(_now(world.device) - started)
-    return median(times)
+    return min(times)  # other work on the machine only ever adds
 
 
 def _now(device: torch.device) -> float:
