@@ -74,7 +74,7 @@ class Round:
             if len(team.buckets) >= MAX_LAYOUTS:
                 team.buckets.clear()
             wire = team.settings.wire_dtype
-            team.buckets[items] = make_buckets(items, team.world.all, wire)
+            team.buckets[items] = make_buckets(items, team.early, wire)
         self.reduction = Reduction(team.buckets[items])
 
     def _item(self, key: str) -> Item:

@@ -41,6 +41,9 @@ class Team:
         self.placement: Placement | None = None
         self.link: Link | None = None
         self.round: Round | None = None
+        #: The way of statistics. They leave early where a rank has observed them, and at the step where
+        #: it has not: because a layer is not used there, or because the rank has run out of batches.
+        self.early = world.channel(range(world.size), "early") if settings.overlap else world.all
         #: Memory of messages, kept from one round to the next.
         self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
         #: Seconds in which this rank did nothing but wait for statistics.
