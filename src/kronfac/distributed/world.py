@@ -34,14 +34,19 @@ class World:
             )
         self.ledger = Ledger()
         self._timeout = _timeout(self.parent)
-        self._channels: dict[tuple[int, ...], Channel] = {}
+        self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.all = self.channel(tuple(range(self.size)))
         self.device = _control_device(self.all.group)
 
-    def channel(self, members: Sequence[int]) -> Channel:
-        """The way to some of the ranks, of which this one is a member; made when first asked for."""
+    def channel(self, members: Sequence[int], purpose: str = "") -> Channel:
+        """The way to some of the ranks, of which this one is a member; made when first asked for.
+
+        Messages of one channel have one order, which all members follow. What may come sooner or later
+        than other messages on some of them, relative to those, needs a channel for this purpose.
+        """
         members = tuple(members)
-        if members not in self._channels:
+        key = (purpose, members)
+        if key not in self._channels:
             group = None
             if len(members) > 1:
                 group = dist.new_group(
@@ -49,8 +54,8 @@ class World:
                     timeout=self._timeout,
                     use_local_synchronization=True,
                 )
-            self._channels[members] = Channel(group, members, self.rank, self.ledger)
-        return self._channels[members]
+            self._channels[key] = Channel(group, members, self.rank, self.ledger)
+        return self._channels[key]
 
     def total(self, values: Sequence[float] | Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine a few numbers over all ranks, in double precision; waits."""
