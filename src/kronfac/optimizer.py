@@ -25,6 +25,7 @@ from kronfac.distributed.agreement import (
     check_gradients,
     check_parameters,
     described,
+    shape_of,
     uses_ddp,
 )
 from kronfac.distributed.gathering import gather_state
@@ -119,21 +120,17 @@ class Preconditioned(Optimizer, Joinable, ABC):
         ours.join(team, self.param_groups, reduces_gradients=not uses_ddp(self.model))
 
     def _fingerprint(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
         ours = self._preconditioner
-        names = ("damping", "factor_every", "refresh_every", "decay")
         return {
             "version": version("kronfac"),
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
             "option": described(vars(ours.options)),
-            "hyperparameter": described({name: ours.schedules.get(name) for name in names}),
+            "hyperparameter": described(ours.schedules.values()),
             "distribute": repr(self._distribute),
-            "parameter": {
-                name: f"{tuple(p.shape)} {p.dtype}"
-                for p, name in self._names().items()
-                if not isinstance(p, UninitializedParameter)
-            },
+            "parameter": {name: shape_of(p) for p, name in self._names().items()},
             "layer": {
                 f"{state.name}{state.layer.part}": f"{state.layer.matrix_shape} {state.block.label}"
                 for state in ours.layers.values()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from kronfac.distributed.world import World
 
@@ -60,6 +61,13 @@ def _differs(world: World, tensors: Iterable[Tensor]) -> bool:
     return bool((((most - least)[:2].abs() / (scale * count)) > TOLERANCE).any()) or bool(
         least[2] != most[2]
     )
+
+
+def shape_of(parameter: nn.Parameter) -> str:
+    """Shape and precision as text."""
+    if isinstance(parameter, UninitializedParameter):
+        return "not initialised yet"
+    return f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:

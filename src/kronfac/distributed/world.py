@@ -41,10 +41,12 @@ class World:
     def channel(self, members: Sequence[int], purpose: str = "") -> Channel:
         """The way to some of the ranks, of which this one is a member; made when first asked for.
 
-        Messages of one purpose follow one order on all ranks, whatever is sent for another.
+        Messages of one channel have one order, which all members follow. What may come sooner or later
+        than other messages on some of them, relative to those, needs a channel for this purpose.
         """
         members = tuple(members)
-        if (purpose, members) not in self._channels:
+        key = (purpose, members)
+        if key not in self._channels:
             group = None
             if len(members) > 1:
                 group = dist.new_group(
@@ -52,8 +54,8 @@ class World:
                     timeout=self._timeout,
                     use_local_synchronization=True,
                 )
-            self._channels[purpose, members] = Channel(group, members, self.rank, self.ledger)
-        return self._channels[purpose, members]
+            self._channels[key] = Channel(group, members, self.rank, self.ledger)
+        return self._channels[key]
 
     def total(self, values: Sequence[float] | Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine a few numbers over all ranks, in double precision; waits."""
@@ -71,11 +73,8 @@ class World:
         return found
 
     def first(self, value: Any) -> Any:
-        """What the first rank has in mind, whatever others have.
-
-        The fake backend, by which one rank of a large world is looked at, brings nothing from others.
-        """
-        if self.size == 1 or dist.get_backend(self.all.group) == "fake":
+        """What the first rank has in mind, whatever others have."""
+        if self.size == 1:
             return value
         boxed = [value]
         dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
