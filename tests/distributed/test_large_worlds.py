@@ -8,8 +8,6 @@ import cProfile
 import pstats
 import tracemalloc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import SGD
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kronfac
 from kronfac.distributed.placement import makespan
 from kronfac.distributed.team import Team
 from kronfac.planner.choose import candidates
 from tests.distributed import closed_form
+from tests.distributed.fake import world
 from tests.distributed.residual import residual_network
 
 SIZES = [1024, 4096]
@@ -55,16 +53,6 @@ def small() -> nn.Module:
         nn.Linear(8 * 4, 10),
         nn.Linear(10, 7),
     )
-
-
-@contextmanager
-def world(size: int, rank: int) -> Iterator[None]:
-    """Be one rank of many."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def made(model: nn.Module, scheme: Any, **options: Any) -> kronfac.KFAC:

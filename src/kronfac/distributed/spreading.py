@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kronfac.distributed.channel import Channel
 from kronfac.distributed.flat import Item
 from kronfac.distributed.parcel import Parcel, make_parcels
 from kronfac.distributed.team import Team
@@ -15,7 +16,7 @@ class Spreading:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._layout: tuple[Item, ...] = ()
+        self._layout: tuple[Channel, tuple[Item, ...]] | None = None
         self._parcels: list[Parcel] = []
 
     def spread(self, states: Sequence[LayerState]) -> None:
@@ -40,8 +41,9 @@ class Spreading:
         layer, root = state.layer, self.team.gradient_root(state)
         return Item(key, layer.matrix_shape, layer.weight.dtype, layer.weight.device, root=root)
 
-    def _arrange(self, layout: tuple[Item, ...]) -> None:
+    def _arrange(self, items: tuple[Item, ...]) -> None:
+        layout = (self.team.row, items)
         if layout != self._layout:
             wire = self.team.settings.wire_dtype
-            self._parcels = make_parcels(layout, self.team.row, "spread", wire)
+            self._parcels = make_parcels(items, self.team.row, "spread", wire)
             self._layout = layout

@@ -18,7 +18,7 @@ from kronfac.distributed.placement import Placement, Task, place
 from kronfac.distributed.plan import Plan
 from kronfac.distributed.reduction import Bucket
 from kronfac.distributed.rounds import Moment, Round
-from kronfac.distributed.scheme import Distribute
+from kronfac.distributed.scheme import SCHEMES, Distribute, Hybrid
 from kronfac.distributed.solving import Solving, Work
 from kronfac.distributed.units import Compute, LayerUnit, Link
 from kronfac.distributed.workload import unit_of
@@ -78,7 +78,8 @@ class Team:
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         scheme = self.settings.scheme
         if scheme == "auto" and self.placement is not None:
-            scheme = self.placement.scheme
+            scheme, grid = self.placement.scheme, self.placement.grid
+            scheme = scheme if scheme in SCHEMES else Hybrid(grid.workers / grid.size)
         link, compute = Link(), Compute()
         if scheme in ("auto", "spd") and self.world.size > 1:
             link, compute = self.measured_link(), measure_compute(self.world)
@@ -147,6 +148,10 @@ class Team:
     def key(self, state: LayerState, name: str) -> str:
         """The name of one of a layer's tensors, unique in the model."""
         return f"{self._names[state]}/{name}"
+
+    def unit(self, state: LayerState) -> LayerUnit:
+        """The layer's work in numbers."""
+        return self._units[state]
 
     def works_on(self, state: LayerState) -> bool:
         """Whether this rank holds the layer's solution and preconditions its gradient."""
