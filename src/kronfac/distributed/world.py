@@ -73,12 +73,9 @@ class World:
         return found
 
     def first(self, value: Any) -> Any:
-        """What the first rank has in mind, whatever others have.
-
-        The fake backend, by which one rank of a large world is looked at, brings nothing from others.
-        """
+        """What the first rank has in mind, whatever others have."""
         if self.size == 1 or dist.get_backend(self.all.group) == "fake":
-            return value
+            return value  # a simulated world has no other rank
         boxed = [value]
         dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
         return boxed[0]
