@@ -6,10 +6,12 @@ fields of :class:`Run`.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -68,6 +70,9 @@ class Run:
     """The step in which it does."""
     fate: str = "kill"
     """``"kill"``, ``"stop"`` (it hangs), ``"raise"`` or ``"leave"`` (it ends as if all were done)."""
+    farewell: str = "destroy"
+    """How ranks end when all is done: ``"late"`` lets one of them be later than the others, and
+    ``"none"`` leaves the process group as it is."""
 
     def arguments(self) -> str:
         return json.dumps(asdict(self))
@@ -181,10 +186,10 @@ def plain(model: nn.Module) -> nn.Module:
 
 def train(run: Run) -> None:
     """One rank, from the first step or the last checkpoint to the end."""
+    faulthandler.register(signal.SIGUSR1)  # for a test that wonders where a rank hangs
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    timeout = timedelta(seconds=run.timeout)
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.timeout))
     rank, size = dist.get_rank(), dist.get_world_size()
     kind, fate = KINDS[run.model], Fate(run)
     model = kind.model()
@@ -214,7 +219,10 @@ def train(run: Run) -> None:
             save(run, step + 1, model, optimizer, fate)
     result = {name: p.detach().clone() for name, p in plain(model).named_parameters()}
     torch.save(result, Path(run.folder) / f"result-{rank}.pt")
-    dist.destroy_process_group()
+    if run.farewell == "late" and rank == run.doomed:
+        time.sleep(3)
+    if run.farewell != "none":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,16 +14,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
-
-
-class End(NamedTuple):
-    """How a rank has ended: its exit code (minus the signal if one killed it) and what it has said."""
-
-    code: int
-    output: str
 
 
 # --- the mother's side -----------------------------------------------------------------------
