@@ -25,6 +25,7 @@ from kronfac.distributed.agreement import (
     check_gradients,
     check_parameters,
     described,
+    group_of,
     shape_of,
     uses_ddp,
 )
@@ -107,7 +108,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
         if dist.is_available() and dist.is_initialized():
-            world = World(process_group)
+            world = World(group_of(model) if process_group is None else process_group)
             if world.size > 1:
                 self._join(world)
 

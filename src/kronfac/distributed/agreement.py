@@ -23,6 +23,14 @@ def uses_ddp(model: nn.Module) -> bool:
     )
 
 
+def group_of(model: nn.Module) -> Any:
+    """The process group whose ranks a wrapped model averages its gradients over, if it says so."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return module.process_group
+    return None
+
+
 def check_gradients(world: World, parameters: Iterable[nn.Parameter]) -> None:
     """Raise on all ranks unless they have the same gradients."""
     if _differs(world, [p.grad for p in parameters if p.grad is not None]):
