@@ -1,5 +1,6 @@
 """A compiled model on ranks gives the numbers of one process in eager mode."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.distributed.ranks import run
 
 def compiled_on_ranks(rank: int, name: str, scheme: Any, cases: list[Case]) -> dict[str, Outcome]:
     torch._dynamo.reset()
+    # Of torch, when a compiled part begins inside the model.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     try:
         return on_ranks(rank, name, scheme, cases)
     finally:
