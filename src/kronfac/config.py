@@ -129,6 +129,10 @@ class Schedules:
         """Return the number or the callable, as it was given."""
         return self._values[name]
 
+    def values(self) -> dict[str, Any]:
+        """All of them, as they were given."""
+        return dict(self._values)
+
     def at(self, name: str, step: int) -> Any:
         """Return the value at a step; what a callable returns is checked as a number would be."""
         value = self._values[name]

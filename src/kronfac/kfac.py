@@ -76,7 +76,8 @@ class KFAC(Preconditioned):
             ``"comm-opt"``, ``"mem-opt"``, :class:`kronfac.Hybrid`, ``"local"`` (statistics of the
             owner's own batches), ``"layer-parallel"``, ``"spd"``; a :class:`kronfac.Distribute` adds
             details.
-        process_group: the ranks that train one model on different data; by default all of them.
+        process_group: the ranks that train one model on different data; by default those of
+            ``DistributedDataParallel``, else all of them.
 
     Attributes ``model`` and ``base`` are the watched model and the base optimizer.
     ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,

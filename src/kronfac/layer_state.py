@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layers import Layer
-from kronfac.methods.block import Block
+from kronfac.methods.block import Block, bytes_of
 from kronfac.statistics import Pending, Running
 
 _OUTLAST_STATISTICS = (
@@ -89,11 +89,18 @@ class LayerState:
             setattr(self, name, value)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of the statistics that this rank keeps, once they exist."""
+        kept = (one.shape for name, one in self.block.statistics.items() if self.keeps(name))
+        return bytes_of(kept, self.layer.factor_dtype)
+
+    @property
     def held_bytes(self) -> int:
-        """Bytes of statistics, solution and momentum once they exist."""
-        cost = self.block.cost
+        """Bytes of the statistics, solution and momentum that this rank keeps, once they exist."""
+        if not self.works:
+            return self.kept_bytes
         momentum = math.prod(self.layer.matrix_shape) * self.layer.factor_dtype.itemsize
-        return cost.statistics_bytes + cost.solution_bytes + momentum * self.has_momentum
+        return self.kept_bytes + self.block.cost.solution_bytes + momentum * self.has_momentum
 
     def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""

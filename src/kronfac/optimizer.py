@@ -25,9 +25,12 @@ from kronfac.distributed.agreement import (
     check_gradients,
     check_parameters,
     described,
+    group_of,
+    shape_of,
     uses_ddp,
 )
 from kronfac.distributed.gathering import gather_state
+from kronfac.distributed.overview import overview
 from kronfac.distributed.placement import Placement
 from kronfac.distributed.scheme import Distribute
 from kronfac.distributed.team import Team
@@ -106,7 +109,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
         if dist.is_available() and dist.is_initialized():
-            world = World(process_group)
+            world = World(group_of(model) if process_group is None else process_group)
             if world.size > 1:
                 self._join(world)
 
@@ -119,21 +122,17 @@ class Preconditioned(Optimizer, Joinable, ABC):
         ours.join(team, self.param_groups, reduces_gradients=not uses_ddp(self.model))
 
     def _fingerprint(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
         ours = self._preconditioner
-        names = ("damping", "factor_every", "refresh_every", "decay")
         return {
             "version": version("kronfac"),
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
             "option": described(vars(ours.options)),
-            "hyperparameter": described({name: ours.schedules.get(name) for name in names}),
+            "hyperparameter": described(ours.schedules.values()),
             "distribute": repr(self._distribute),
-            "parameter": {
-                name: f"{tuple(p.shape)} {p.dtype}"
-                for p, name in self._names().items()
-                if not isinstance(p, UninitializedParameter)
-            },
+            "parameter": {name: shape_of(p) for p, name in self._names().items()},
             "layer": {
                 f"{state.name}{state.layer.part}": f"{state.layer.matrix_shape} {state.block.label}"
                 for state in ours.layers.values()
@@ -409,7 +408,23 @@ class Preconditioned(Optimizer, Joinable, ABC):
     # --- looking --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return counters as plain numbers: steps, updates, dropped statistics, failures."""
+        """Return plain numbers: what has been done, what went wrong, and what has travelled.
+
+        - ``steps``, ``factor_updates``, ``refreshes``: completed steps, updates of the statistics,
+          solutions that were made (one for each layer);
+        - ``damping``, its value now; ``damping_raised``, ``damping_lowered`` and ``damping_rejected``,
+          what a damping that adapts itself has done;
+        - ``kl_clip_steps``, ``kl_clip_active``: steps with ``rescale="kl-clip"``, and those that it
+          shortened;
+        - ``learning_rate``, ``momentum``: of the last step with ``rescale="quadratic"``, only then;
+        - ``dropped``, ``failures``: by layer, contributions that were not finite and solutions that
+          could not be found; ``without_solution``: layers that pass their raw gradient;
+        - ``bytes``, ``messages``: what this rank took part in sending, by phase: ``reduce`` (statistics),
+          ``share`` (solutions), ``spread`` (gradients or weights), ``rescale`` (norms);
+          ``sent``: bytes that a rank sends for it by the formulas of rings; ``control``: bytes and
+          messages by which ranks agreed;
+        - ``waited``: seconds in which this rank did nothing but wait for statistics.
+        """
         return self._preconditioner.stats()
 
     def timed(self) -> AbstractContextManager[dict[str, float]]:
@@ -417,7 +432,11 @@ class Preconditioned(Optimizer, Joinable, ABC):
         return self._preconditioner.phases.timed()
 
     def summary(self) -> str:
-        """Return the table of layers, and every parameter that is not preconditioned and why."""
+        """Return the table of layers, and every parameter that is not preconditioned and why.
+
+        With several ranks it also names the scheme and, for each layer, the ranks that solve it:
+        ``0`` for one, ``0,3`` for its two factors, ``0+3`` for a factor that ranks divide among them.
+        """
         ours = self._preconditioner
         states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
         taken = {p for s in states for p in s.layer.parameters}
@@ -445,7 +464,11 @@ class Preconditioned(Optimizer, Joinable, ABC):
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
         updates = trained if ours.quadratic is not None else set()
         held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
-        return describe(title, states, left_out, sum(p.numel() * p.element_size() for p in held))
+        update_bytes = sum(p.numel() * p.element_size() for p in held)
+        ranks = None
+        if ours.team is not None and ours.ownership is not None:
+            ranks = overview(ours.team, ours.ownership, states)
+        return describe(title, states, left_out, update_bytes, ranks)
 
     def __repr__(self) -> str:
         return self.summary()

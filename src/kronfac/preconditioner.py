@@ -23,6 +23,7 @@ from kronfac.damping import AdaptiveDamping
 from kronfac.distributed.ledger import Ledger
 from kronfac.distributed.ownership import Ownership
 from kronfac.distributed.rounds import Moment
+from kronfac.distributed.spreading import Spreading
 from kronfac.distributed.team import Team
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers import Layer
@@ -69,6 +70,7 @@ class Preconditioner:
         self.detached = False
         self.team: Team | None = None
         self.ownership: Ownership | None = None
+        self.spreading: Spreading | None = None
         self._batches = Batches()
         self._missing = Missing(options, self.capture)
 
@@ -116,6 +118,7 @@ class Preconditioner:
         """Share the work out over ranks from now on."""
         self.team = team
         self.ownership = Ownership(team, reduces_gradients)
+        self.spreading = Spreading(team)
         self.capture.listener = team.observed
         self._share_out(team, groups)
         self._announce()
@@ -162,9 +165,9 @@ class Preconditioner:
             updates = self._precondition(groups)
         with self.phases("rescale"):
             self._rescale(updates)
-        if self.team is not None and self.team.spreads:
+        if self.spreading is not None and self.spreading.team.spreads:
             with self.phases("spread"):
-                self.team.spread([s for s in self.layers.values() if _is_preconditioned(s)])
+                self.spreading.spread([s for s in self.layers.values() if _is_preconditioned(s)])
 
     def only_own(self) -> AbstractContextManager[None]:
         """Let the base optimizer step only what this rank owns, where parameters have owners."""

@@ -6,9 +6,11 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from kronfac.distributed.overview import Overview
 from kronfac.layer_state import LayerState
 
 _WIDTH = 80
+_HEADER = ("layer", "type", "d_out x d_in", "method", "memory")
 
 
 def describe(
@@ -16,20 +18,23 @@ def describe(
     states: Sequence[LayerState],
     left_out: Mapping[str, tuple[int, str]],
     update_bytes: int = 0,
+    ranks: Overview | None = None,
 ) -> str:
-    """Format layers, their sizes and memory, then every parameter that is left out and why."""
-    lines = [title]
+    """Format layers, their sizes and memory, then every parameter that is left out and why.
+
+    With several ranks, also who solves each layer; memory is then that of this rank.
+    """
+    lines = [title] if ranks is None else [title, _shorten(ranks.line, _WIDTH)]
     if states:
-        rows = [_layer_row(state) for state in states]
-        lines += _table(["layer", "type", "d_out x d_in", "method", "memory"], rows)
-    total = sum(state.held_bytes for state in states)
+        header, rows = list(_HEADER), [_layer_row(state) for state in states]
+        if ranks is not None:
+            header.insert(-1, "owner")
+            for state, row in zip(states, rows, strict=True):
+                row.insert(-1, ranks.owners[state])
+        lines += _table(header, rows)
     weights = sum(math.prod(state.layer.matrix_shape) for state in states)
-    peak = sum(state.block.cost.statistics_bytes for state in states)
-    lines += [
-        f"{len(states)} layers, {weights:,} parameters preconditioned.",
-        f"Memory: {_bytes(total)} for statistics and solutions, and another {_bytes(peak)} for a",
-        "moment when statistics are taken.",
-    ]
+    lines.append(f"{len(states)} layers, {weights:,} parameters preconditioned.")
+    lines += _memory_lines(states, ranks)
     if update_bytes:
         lines.append(f"The last update, which the quadratic model keeps: {_bytes(update_bytes)}.")
     notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
@@ -37,6 +42,24 @@ def describe(
         lines += ["Notes:", *notes]
     lines += _left_out_lines(left_out)
     return "\n".join(lines)
+
+
+def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[str]:
+    total = sum(state.held_bytes for state in states)
+    observed = [state for state in states if state.observed]
+    peak = sum(state.block.cost.statistics_bytes for state in observed)
+    if ranks is None:
+        return [
+            f"Memory: {_bytes(total)} for statistics and solutions, and another {_bytes(peak)} for a",
+            "moment when statistics are taken.",
+        ]
+    # What was observed since the last refresh waits on every rank, also where it is not kept.
+    kept = sum(state.kept_bytes for state in observed)
+    return [
+        f"Memory of this rank: {_bytes(total)} for statistics and solutions, and up to",
+        f"{_bytes(2 * peak - kept)} until statistics are added up over ranks, and "
+        f"{_bytes(ranks.message_bytes)} for messages.",
+    ]
 
 
 def _layer_row(state: LayerState) -> list[str]:

@@ -45,6 +45,8 @@ class Case:
     uneven: bool = False
     syncs: bool = False
     """Whether DDP averages after each micro-batch and not only after the last."""
+    compiled: str = ""
+    """What is compiled on ranks: the model before or after it is wrapped, or the wrapped one later."""
     wrap: tuple[tuple[str, Any], ...] = ()
     """Options of DDP."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -53,7 +55,7 @@ class Case:
         default = Case()
         named = {
             name: getattr(self, name)
-            for name in ("base", "steps", "micro", "uneven", "syncs")
+            for name in ("base", "steps", "micro", "uneven", "syncs", "compiled")
             if getattr(self, name) != getattr(default, name)
         }
         pairs = [*named.items(), *self.wrap, *self.options]
@@ -158,6 +160,10 @@ def same_bits(model: nn.Module, group: Any = None) -> bool:
     return all(torch.equal(mine, other) for other in all_of_them)
 
 
+def compile_model(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
 def on_ranks(rank: int, name: str, scheme: Any, cases: list[Case]) -> dict[str, Outcome]:
     """The runs on this rank's shards, by case."""
     with double_precision():
@@ -171,9 +177,12 @@ def on_rank(rank: int, case: Case, scheme: Any, wrapped: bool = True) -> Outcome
     if divisor is not None:
         options["loss_average"] = divisor
     plain = kind.model()
-    model = DistributedDataParallel(plain, **dict(case.wrap)) if wrapped else plain
-    base = BASES[case.base](model)
+    model: Any = compile_model(plain) if case.compiled == "before" else plain
+    model = DistributedDataParallel(model, **dict(case.wrap)) if wrapped else model
+    model = compile_model(model) if case.compiled == "after" else model
+    base = BASES[case.base](plain)
     optimizer = kronfac.KFAC(model, base, distribute=scheme, **options)
+    model = compile_model(model) if case.compiled == "later" else model
     start, end = bounds(case.samples, world_size, case.uneven)[rank]
     outcome = Outcome({}, {})
     for number in range(case.steps):

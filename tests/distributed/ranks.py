@@ -89,6 +89,7 @@ def _answer(
     finally:
         torch.set_default_dtype(torch.float32)
         gc.collect()  # what still refers to the group has to go before it
+        gc.freeze()  # modules and the like stay: looking at them takes longer than most tests
         if dist.is_initialized():
             dist.destroy_process_group()
 

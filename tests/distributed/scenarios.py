@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +49,8 @@ class Scenario:
     wrap: dict[str, Any] = {}  # noqa: RUF012
     options: dict[str, Any] = {"damping": 0.01, "factor_every": 1, "refresh_every": 2}  # noqa: RUF012
     scaled = False
+    #: Steps before which ranks save their state and go on with a new optimizer that loads it.
+    resumes: tuple[int, ...] = ()
 
     def model(self) -> nn.Module:
         return KINDS[self.kind].model()
@@ -97,6 +100,13 @@ def on_rank(rank: int, scenario: Scenario, name: str, scheme: Any) -> Outcome:
         optimizer = kronfac.KFAC(model, base, distribute=scheme, **scenario.options)
         scaler, outcome = scenario.scaler(), Outcome({}, {})
         for step in range(scenario.steps):
+            if step in scenario.resumes:
+                state = [optimizer.full_state_dict()]
+                dist.broadcast_object_list(state, src=0)
+                optimizer.detach()
+                base = BASES[scenario.base](plain)
+                optimizer = kronfac.KFAC(model, base, distribute=scheme, **scenario.options)
+                optimizer.load_state_dict(state[0])
             optimizer.zero_grad()
             scenario.before(plain, optimizer, step, rank)
             x, y = scenario.batch(step, rank)

@@ -48,6 +48,18 @@ class OneRankUses(OtherOrder):
         model.order = ["left", "right"] if rank == user else ["left"]
 
 
+class OneRankUsesAndClips(OneRankUses):
+    """The same with clipped gradients, whose norm may have to be added up over ranks."""
+
+    options = OneRankUses.options | {"max_grad_norm": 0.1}
+
+
+class OneRankUsesAndResumes(OneRankUses):
+    """The same, with a new optimizer before a refresh in which a layer is used by one rank only."""
+
+    resumes = (4,)
+
+
 class OneRankLooks(Scenario):
     """The first rank evaluates between steps, as is usual, and looks at its batch before training."""
 
@@ -129,6 +141,16 @@ def test_the_order_in_which_layers_are_called_may_differ(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_may_be_used_on_one_rank_only(name: str) -> None:
     check(OneRankUses(), name)
+
+
+@pytest.mark.parametrize("name", ["mem-opt", "layer-parallel", "layer-parallel without DDP"])
+def test_gradients_may_be_clipped_meanwhile(name: str) -> None:
+    check(OneRankUsesAndClips(), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_may_resume_meanwhile(name: str) -> None:
+    check(OneRankUsesAndResumes(), name)
 
 
 @pytest.mark.parametrize("name", ["comm-opt", "mem-opt", "layer-parallel"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from kronfac.distributed.world import World
 
@@ -20,6 +21,14 @@ def uses_ddp(model: nn.Module) -> bool:
     return any(
         isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
     )
+
+
+def group_of(model: nn.Module) -> Any:
+    """The process group whose ranks a wrapped model averages its gradients over, if it says so."""
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return module.process_group
+    return None
 
 
 def check_gradients(world: World, parameters: Iterable[nn.Parameter]) -> None:
@@ -60,6 +69,13 @@ def _differs(world: World, tensors: Iterable[Tensor]) -> bool:
     return bool((((most - least)[:2].abs() / (scale * count)) > TOLERANCE).any()) or bool(
         least[2] != most[2]
     )
+
+
+def shape_of(parameter: nn.Parameter) -> str:
+    """Shape and precision as text."""
+    if isinstance(parameter, UninitializedParameter):
+        return "not initialised yet"
+    return f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:

@@ -70,6 +70,16 @@ class Ownership:
         rank = self.team.world.rank
         return [p for p, owner in self.owners.items() if owner == rank]
 
+    @property
+    def message_bytes(self) -> int:
+        """Memory for weights, and for gradients if they are added up here, at most."""
+        total = sum(p.numel() * p.element_size() for p in self.owners)
+        if not self.separate:
+            return total
+        world = self.team.world
+        collected = sum(p.numel() * p.element_size() for p in self.own()) * world.all.direct
+        return 2 * total + (world.size - 1) * collected
+
     def _items(self) -> list[Item]:
         return [
             Item(str(index), tuple(p.shape), p.dtype, p.device, root=owner)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from kronfac.distributed.channel import Channel
 from kronfac.distributed.flat import Item
-from kronfac.distributed.packing import packed_elements
-from kronfac.distributed.parcel import Parcel, make_parcels
 from kronfac.distributed.placement import Placement, Task, place
+from kronfac.distributed.plan import Plan
 from kronfac.distributed.reduction import Bucket
-from kronfac.distributed.rounds import Moment, Plan, Round
-from kronfac.distributed.scheme import Distribute
+from kronfac.distributed.rounds import Moment, Round
+from kronfac.distributed.scheme import SCHEMES, Distribute, Hybrid
 from kronfac.distributed.solving import Solving, Work
-from kronfac.distributed.units import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.distributed.units import Compute, LayerUnit, Link
+from kronfac.distributed.workload import unit_of
 from kronfac.distributed.world import World
 from kronfac.layer_state import LayerState
 from kronfac.phases import Phases
@@ -53,7 +53,6 @@ class Team:
         self._stale = self._has_news = self._loaded = self._warned = False
         self._expected: list[LayerState] = []
         self._moment: Callable[[], Moment] | None = None
-        self._parcels: dict[tuple[Any, ...], list[Parcel]] = {}
 
     # --- who does what --------------------------------------------------------------------------
 
@@ -79,7 +78,8 @@ class Team:
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         scheme = self.settings.scheme
         if scheme == "auto" and self.placement is not None:
-            scheme = self.placement.scheme
+            scheme, grid = self.placement.scheme, self.placement.grid
+            scheme = scheme if scheme in SCHEMES else Hybrid(grid.workers / grid.size)
         link, compute = Link(), Compute()
         if scheme in ("auto", "spd") and self.world.size > 1:
             link, compute = self.measured_link(), measure_compute(self.world)
@@ -112,7 +112,6 @@ class Team:
         grid, rank = placement.grid, self.world.rank
         self.column: Channel = self.world.channel(tuple(grid.column(grid.column_of(rank))))
         self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
-        self._parcels.clear()
         self.buckets.clear()
         index = itertools.count()
         for state in self._units:
@@ -149,6 +148,10 @@ class Team:
     def key(self, state: LayerState, name: str) -> str:
         """The name of one of a layer's tensors, unique in the model."""
         return f"{self._names[state]}/{name}"
+
+    def unit(self, state: LayerState) -> LayerUnit:
+        """The layer's work in numbers."""
+        return self._units[state]
 
     def works_on(self, state: LayerState) -> bool:
         """Whether this rank holds the layer's solution and preconditions its gradient."""
@@ -328,7 +331,7 @@ class Team:
         if self.settings.overlap and self.plan.groups is None:
             keys = [key for key in current.sources if key not in current.gathered]
             sizes = {key: self._size(*current.sources[key]) for key in keys}
-            self.plan.decide(self, sizes, self.measured_link())
+            self.plan.decide(self.world, sizes, self.measured_link())
             self.buckets.clear()
         return outcome
 
@@ -364,46 +367,15 @@ class Team:
         key = self.key(state, name)
         return next(one.bytes for one in unit.statistics if one.key == key)
 
-    # --- gradients ------------------------------------------------------------------------------
-
     @property
     def spreads(self) -> bool:
         """Whether preconditioned gradients travel at every step."""
         return self.row.size > 1 and not self.owns_parameters
 
-    def spread(self, states: Sequence[LayerState]) -> None:
-        """Send preconditioned gradients from those who have them to those who do not."""
-        parcels = self._gradient_parcels(states)
-        by_key = {self.key(state, "gradient"): state for state in states}
-        for parcel in parcels:
-            if parcel.mine:
-                for key in parcel.keys:
-                    state = by_key[key]
-                    parcel.put(key, state.layer.gradient() if state.has_gradient else None)
-            parcel.launch()
-        rounded = self.settings.wire_dtype is not None
-        for parcel in parcels:
-            parcel.wait()
-            for key in parcel.keys:
-                state = by_key[key]
-                if state.has_gradient and (rounded or not parcel.mine):
-                    state.layer.write(parcel.take(key))
-
-    def _gradient_parcels(self, states: Sequence[LayerState]) -> list[Parcel]:
-        shapes = tuple((state, state.layer.matrix_shape) for state in states)
-        if shapes not in self._parcels:
-            self._parcels.clear()
-            items = []
-            for state in states:
-                grid = self._placed.grid
-                root = grid.root(self.world.rank, self._placed.seats[self.name(state)].column)
-                layer = state.layer
-                key, dtype = self.key(state, "gradient"), layer.weight.dtype
-                item = Item(key, layer.matrix_shape, dtype, layer.weight.device, root=root)
-                items.append(item)
-            wire = self.settings.wire_dtype
-            self._parcels[shapes] = make_parcels(items, self.row, "spread", wire)
-        return self._parcels[shapes]
+    def gradient_root(self, state: LayerState) -> int:
+        """The rank of this row that preconditions a layer's gradient."""
+        column = self._placed.seats[self._names[state]].column
+        return self._placed.grid.root(self.world.rank, column)
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -428,34 +400,3 @@ class Team:
             return
         self.plan.groups = saved["groups"]
         self.use(placement)
-
-
-def unit_of(name: str, state: LayerState, triangles: bool, tied_to: str) -> LayerUnit:
-    """A layer's work in numbers."""
-    block, itemsize = state.block, state.layer.factor_dtype.itemsize
-    statistics = [
-        StatisticUnit(
-            f"{name}/{key}",
-            packed_elements(one.shape, one.symmetric and triangles),
-            itemsize,
-        )
-        for key, one in block.statistics.items()
-    ]
-    parts = []
-    for part, described in block.parts.items():
-        elements = 0
-        for key in described.solution:
-            shape = tuple(n or 0 for n in block.solution_shapes[key])
-            elements += packed_elements(shape, key in block.symmetric_solutions and triangles)
-        keys = tuple(f"{name}/{key}" for key in described.statistics)
-        parts.append(PartUnit(part, keys, described.flops, elements, described.shared_flops))
-    shape = state.layer.matrix_shape
-    return LayerUnit(
-        name,
-        tuple(statistics),
-        tuple(parts),
-        block.cost.precondition_flops,
-        packed_elements(shape, False),
-        itemsize,
-        tied_to,
-    )
