@@ -507,12 +507,14 @@ class Preconditioned(Optimizer, Joinable, ABC):
                 "statistics start anew.",
                 stacklevel=2,
             )
-        team, plan = self._preconditioner.team, checkpoint.plan_of(state_dict)
-        if team is not None and plan:
-            team.resume(plan)
-        self._preconditioner.check_entries(self._names(), ours or {})
+        names, preconditioner = self._names(), self._preconditioner
+        preconditioner.check_entries(names, ours or {})
+        plan = checkpoint.plan_of(state_dict)
+        preconditioner.resume_plan(plan, names, ours or {}, self.param_groups)
         self.base.load_state_dict(base)
-        self._preconditioner.load_entries(self._names(), ours or {})
+        if preconditioner.ownership is not None:
+            preconditioner.ownership.forget_others(self.base.state)
+        preconditioner.load_entries(names, ours or {})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

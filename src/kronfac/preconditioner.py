@@ -127,6 +127,9 @@ class Preconditioner:
         team.attach(
             list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
         )
+        self._assign(team, groups)
+
+    def _assign(self, team: Team, groups: ParamGroups) -> None:
         if self.ownership is not None and team.owns_parameters:
             self.ownership.assign(list(self.layers.values()), groups)
 
@@ -470,6 +473,28 @@ class Preconditioner:
         if self.team is not None:
             self.team.start_anew()
             self._announce()
+
+    def resume_plan(
+        self,
+        plan: str,
+        names: dict[nn.Parameter, str],
+        entries: dict[str, dict[str, Any]],
+        groups: ParamGroups,
+    ) -> None:
+        """Share out as the ranks did that wrote a checkpoint, if these can; all call it together."""
+        if self.team is None or not plan:
+            return
+
+        def count_missing() -> int:
+            return sum(
+                checkpoint.count_missing(state, entries.get(names[parameter], {}))
+                for (parameter, _), state in self.layers.items()
+            )
+
+        self.team.resume(plan, count_missing)
+        if self.ownership is not None:
+            self.ownership.owners.clear()
+        self._assign(self.team, groups)
 
     def check_entries(
         self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]

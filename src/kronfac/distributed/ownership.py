@@ -8,7 +8,7 @@ the new weights, so that the base optimizer's state is divided among the ranks a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,8 +44,11 @@ class Ownership:
         return self.active and self.reduces
 
     def assign(self, states: Sequence[LayerState], groups: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter of a layer to the layer's owner, and the others to whoever has least."""
-        self.owners.clear()
+        """Give each parameter of a layer to the layer's owner, and the others to whoever has least.
+
+        Others that have an owner keep it, with the base optimizer's state that is there.
+        """
+        before, self.owners = self.owners, {}
         self._parcels, self._buckets = None, []
         load = [0] * self.team.world.size
         for state in states:
@@ -53,7 +56,8 @@ class Ownership:
                 if parameter is not None and parameter not in self.owners:
                     self.owners[parameter] = self.team.owner(state)
         trained = list(dict.fromkeys(p for group in groups for p in group["params"]))
-        self.owners = {p: self.owners[p] for p in trained if p in self.owners}
+        known = before | self.owners
+        self.owners = {p: known[p] for p in trained if p in known}
         for parameter, owner in self.owners.items():
             load[owner] += parameter.numel()
         heap = [(size, rank) for rank, size in enumerate(load)]
@@ -69,6 +73,12 @@ class Ownership:
         """The parameters that this rank steps."""
         rank = self.team.world.rank
         return [p for p, owner in self.owners.items() if owner == rank]
+
+    def forget_others(self, state: MutableMapping[Any, Any]) -> None:
+        """Drop the base optimizer's state of parameters that other ranks step: it would grow old here."""
+        rank = self.team.world.rank
+        for parameter in [p for p in state if self.owners.get(p, rank) != rank]:
+            del state[parameter]
 
     @property
     def message_bytes(self) -> int:

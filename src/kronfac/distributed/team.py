@@ -390,8 +390,13 @@ class Team:
             }
         )
 
-    def resume(self, described: str) -> None:
-        """Take up what a run in an equal world had agreed on; otherwise do nothing."""
+    def resume(self, described: str, count_missing: Callable[[], int]) -> None:
+        """Take up what a run in an equal world had agreed on; otherwise do nothing.
+
+        All ranks call it together. ``count_missing`` says how much of what this rank should hold is not
+        in what it loads: ``torch.distributed.checkpoint`` reads what the present placement asks for, and
+        then a saved placement that asks for something else cannot be taken up.
+        """
         saved = json.loads(described)
         if saved["size"] != self.world.size or saved["scheme"] != str(self.settings.scheme):
             return
@@ -399,4 +404,11 @@ class Team:
         if set(placement.seats) != set(self._names.values()):
             return
         self.plan.groups = saved["groups"]
+        present = self._placed
+        if placement == present:
+            return
+        missing_now = count_missing()
         self.use(placement)
+        missing = self.world.total([missing_now, count_missing()]).tolist()
+        if missing[1] > missing[0]:
+            self.use(present)
