@@ -166,6 +166,15 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
             )
 
 
+def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
+    """Whether an entry has every tensor that this rank would hold of a layer."""
+    entry = _own_part(state, entry)
+    wanted = [f"{name}.sum" for name in state.running if state.keeps(name)]
+    if state.works:
+        wanted += [f"solution.{name}" for name in state.block.solution_shapes]
+    return all(key in entry for key in wanted)
+
+
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()

@@ -177,6 +177,29 @@ class Preconditioner:
         """Add up what ranks have observed since the last refresh."""
         if self.team is not None:
             self.team.consolidate(list(self.layers.values()))
+            self._announce()
+
+    def resume(
+        self,
+        plan: str,
+        groups: ParamGroups,
+        names: dict[nn.Parameter, str],
+        entries: dict[str, dict[str, Any]],
+    ) -> None:
+        """Take up what ranks had agreed on when state was saved, where that is possible."""
+        if self.team is None:
+            return
+
+        def holds_all() -> bool:
+            return all(
+                checkpoint.holds_all(state, entries.get(names[parameter], {}))
+                for (parameter, _), state in self.layers.items()
+            )
+
+        if plan:
+            self.team.resume(plan, holds_all)
+        if self.ownership is not None and self.team.owns_parameters:
+            self.ownership.assign(list(self.layers.values()), groups)
 
     def advance(self) -> None:
         """Count a completed step."""
