@@ -105,6 +105,8 @@ class Pending:
         self.calls = 0
         #: How often each side has changed since the last step.
         self.versions = {"input": 0, "output": 0, "gradient": 0}
+        #: How often the output side has been forgotten: what was observed before does not count.
+        self.clears = 0
 
     @property
     def empty(self) -> bool:
@@ -199,6 +201,7 @@ class Pending:
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
         self.versions["output"] = 0
+        self.clears += 1
         self.finite.clear()
         self.held_outputs.clear()
         for name, statistic in self.block.statistics.items():

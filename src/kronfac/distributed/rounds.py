@@ -34,6 +34,7 @@ class Seen:
 
     pending: int
     version: int
+    #: Of the output side: how often it was forgotten, and the passes that it belongs to.
     passes: tuple[int, ...]
 
 
@@ -98,10 +99,8 @@ class Round:
             key = self.team.key(state, name)
             if running.statistic.source != source or key not in self.sources:
                 continue
-            if self.team.plan.calls.get(key) == version and key not in (
-                *self._sent,
-                *self.gathered,
-            ):
+            known = key in self._sent or key in self.gathered
+            if self.team.plan.calls.get(key) == version and not known:
                 self._waiting.append(key)
         normaliser = moment.normaliser()
         for key in list(self._waiting):
@@ -216,5 +215,6 @@ def _folded(
 
 
 def _seen(state: LayerState, source: str, passes: Mapping[Pass, Any]) -> Seen:
-    which = tuple(id(one) for one in passes) if source == "output" else ()
-    return Seen(id(state.pending), state.pending.versions[source], which)
+    pending = state.pending
+    which = (pending.clears, *(id(one) for one in passes)) if source == "output" else ()
+    return Seen(id(pending), pending.versions[source], which)
