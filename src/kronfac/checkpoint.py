@@ -166,17 +166,13 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
             )
 
 
-def count_missing(state: LayerState, entry: Mapping[str, Any]) -> int:
-    """How many of the tensors that this rank should hold were not saved, or not loaded here."""
+def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
+    """Whether an entry has every tensor that this rank would hold of a layer."""
     entry = _own_part(state, entry)
-    if "schedule" not in entry:
-        return 0
     wanted = [f"{name}.sum" for name in state.running if state.keeps(name)]
-    if state.works and int(entry["schedule"][0]) != _NEVER:
+    if state.works:
         wanted += [f"solution.{name}" for name in state.block.solution_shapes]
-    if state.works and state.has_momentum:
-        wanted.append("momentum")
-    return sum(key not in entry for key in wanted)
+    return all(key in entry for key in wanted)
 
 
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:

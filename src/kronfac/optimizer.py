@@ -42,6 +42,7 @@ from kronfac.preconditioner import Preconditioner
 from kronfac.refusals import (
     check_base,
     check_curvature,
+    check_join,
     check_lever,
     check_model,
     check_ranks,
@@ -99,7 +100,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
             Joinable.__init__(self)
         self._distribute = distribute
         #: The members of the process group that was given, if any.
-        self._ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+        self._ranks: list[int] | None = None
         self._compared = False
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
@@ -110,6 +111,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
             self._preconditioner.capture.attach_model(module)
         if dist.is_available() and dist.is_initialized():
             world = World(group_of(model) if process_group is None else process_group)
+            self._ranks = None if process_group is None else world.global_ranks
             if world.size > 1:
                 self._join(world)
 
@@ -229,6 +231,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
         trained = [p for group in self.param_groups for p in group["params"]]
         separate = ours.ownership is not None and ours.ownership.separate
         joining = is_joining(self) if active else True
+        if joining:
+            check_join(ours.options.rescale, ours.schedules.get("damping"))
         if joining and not separate:
             exchange_gradients(team.world, trained, active)
         if self._compared:
@@ -507,16 +511,22 @@ class Preconditioned(Optimizer, Joinable, ABC):
                 "statistics start anew.",
                 stacklevel=2,
             )
-        names, preconditioner = self._names(), self._preconditioner
-        preconditioner.check_entries(names, ours or {})
+        self._preconditioner.check_entries(self._names(), ours or {})
         plan = checkpoint.plan_of(state_dict)
-        preconditioner.resume_plan(plan, names, ours or {}, self.param_groups)
+        self._preconditioner.resume(plan, self.param_groups, self._names(), ours or {})
         self.base.load_state_dict(base)
-        if preconditioner.ownership is not None:
-            preconditioner.ownership.forget_others(self.base.state)
-        preconditioner.load_entries(names, ours or {})
+        self._forget_others()
+        self._preconditioner.load_entries(self._names(), ours or {})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _forget_others(self) -> None:
+        """Drop the base optimizer's state of parameters that other ranks step: it would grow old."""
+        ownership = self._preconditioner.ownership
+        if ownership is not None and ownership.active:
+            own = set(ownership.own())
+            for parameter in [p for p in self.base.state if p not in own]:
+                del self.base.state[parameter]
 
     def _names(self) -> dict[nn.Parameter, str]:
         """Plain names of the model's and the base optimizer's parameters."""
@@ -544,16 +554,19 @@ class Preconditioned(Optimizer, Joinable, ABC):
             "detached": ours.detached,
             "distribute": self._distribute,
             "ranks": self._ranks,
+            "plan": "" if ours.team is None else ours.team.describe(),
             "entries": ours.entries(self._names()),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Watch the copied model and continue from the copied tensors."""
+        """Watch the copied model and continue from the copied tensors; all ranks do so together."""
         settings = (state["options"], state["schedules"], state["distribute"])
         group = None
         if state["ranks"] is not None and dist.is_available() and dist.is_initialized():
             group = dist.new_group(state["ranks"], use_local_synchronization=True)
         self._build(state["model"], state["base"], *settings, group)
+        plan, entries = state["plan"], state["entries"]
+        self._preconditioner.resume(plan, self.param_groups, self._names(), entries)
         self._preconditioner.load_entries(self._names(), state["entries"])
         self.grad_scaler = state["scaler"]
         if state["detached"]:

@@ -127,9 +127,6 @@ class Preconditioner:
         team.attach(
             list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
         )
-        self._assign(team, groups)
-
-    def _assign(self, team: Team, groups: ParamGroups) -> None:
         if self.ownership is not None and team.owns_parameters:
             self.ownership.assign(list(self.layers.values()), groups)
 
@@ -180,6 +177,29 @@ class Preconditioner:
         """Add up what ranks have observed since the last refresh."""
         if self.team is not None:
             self.team.consolidate(list(self.layers.values()))
+            self._announce()
+
+    def resume(
+        self,
+        plan: str,
+        groups: ParamGroups,
+        names: dict[nn.Parameter, str],
+        entries: dict[str, dict[str, Any]],
+    ) -> None:
+        """Take up what ranks had agreed on when state was saved, where that is possible."""
+        if self.team is None:
+            return
+
+        def holds_all() -> bool:
+            return all(
+                checkpoint.holds_all(state, entries.get(names[parameter], {}))
+                for (parameter, _), state in self.layers.items()
+            )
+
+        if plan:
+            self.team.resume(plan, holds_all)
+        if self.ownership is not None and self.team.owns_parameters:
+            self.ownership.assign(list(self.layers.values()), groups)
 
     def advance(self) -> None:
         """Count a completed step."""
@@ -473,28 +493,6 @@ class Preconditioner:
         if self.team is not None:
             self.team.start_anew()
             self._announce()
-
-    def resume_plan(
-        self,
-        plan: str,
-        names: dict[nn.Parameter, str],
-        entries: dict[str, dict[str, Any]],
-        groups: ParamGroups,
-    ) -> None:
-        """Share out as the ranks did that wrote a checkpoint, if these can; all call it together."""
-        if self.team is None or not plan:
-            return
-
-        def count_missing() -> int:
-            return sum(
-                checkpoint.count_missing(state, entries.get(names[parameter], {}))
-                for (parameter, _), state in self.layers.items()
-            )
-
-        self.team.resume(plan, count_missing)
-        if self.ownership is not None:
-            self.ownership.owners.clear()
-        self._assign(self.team, groups)
 
     def check_entries(
         self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]

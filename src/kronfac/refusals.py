@@ -48,6 +48,15 @@ def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
             )
 
 
+def check_join(rescale: str | None, damping: object) -> None:
+    """Raise if a rank that has run out of batches could not take part in what the others do."""
+    if rescale == "quadratic" or isinstance(damping, AdaptiveDamping):
+        raise RuntimeError(
+            "damping=LevenbergMarquardt(...) and rescale='quadratic' run the closure again, which a "
+            "rank without batches cannot: give all ranks the same number of batches instead of Join."
+        )
+
+
 def check_base(base: object) -> None:
     """Raise unless the base optimizer can step on gradients that are already there."""
     if not isinstance(base, Optimizer):

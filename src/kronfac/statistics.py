@@ -6,6 +6,7 @@ exact by construction. Nothing here reads a number back from the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -90,6 +91,9 @@ def new_count(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=count_dtype(device), device=device)
 
 
+_generations = itertools.count()
+
+
 class Pending:
     """What one layer has observed since the last step."""
 
@@ -103,8 +107,9 @@ class Pending:
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         self.calls = 0
-        #: How often each side has changed since the last step.
+        #: How often each side has been observed since it was last cleared, and a number of that time.
         self.versions = {"input": 0, "output": 0, "gradient": 0}
+        self.generations = dict.fromkeys(self.versions, next(_generations))
 
     @property
     def empty(self) -> bool:
@@ -199,6 +204,7 @@ class Pending:
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
         self.versions["output"] = 0
+        self.generations["output"] = next(_generations)
         self.finite.clear()
         self.held_outputs.clear()
         for name, statistic in self.block.statistics.items():
@@ -213,6 +219,7 @@ class Pending:
         self.rows = self.gradients = None
         self.calls = 0
         self.versions["input"] = self.versions["gradient"] = 0
+        self.generations["input"] = next(_generations)
 
     def _accumulate(self, contributions: Mapping[str, Tensor]) -> None:
         for name, value in contributions.items():

@@ -78,6 +78,7 @@ def _answer(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        dist.barrier()  # a rank that is quick must not leave before others have arrived
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

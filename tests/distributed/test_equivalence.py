@@ -15,11 +15,8 @@ from tests.distributed.equivalence import (
 from tests.distributed.ranks import run
 from tests.training import differs
 
-CASES = [
-    case("mlp"),
-    case("cnn", refresh_every=3),
-    case("mlp", factor_every=2, refresh_every=4, steps=9),
-]
+CASES = [case("mlp", steps=6), case("cnn", refresh_every=3)]
+DEFERRED = case("mlp", factor_every=2, refresh_every=4, steps=9)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -30,8 +27,14 @@ def test_ranks_equal_one_process(name: str, world_size: int) -> None:
         assert_equals_one_process(one, [outcomes[str(one)] for outcomes in by_rank])
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_statistics_of_several_steps_may_wait_for_a_refresh(name: str) -> None:
+    by_rank = run(3, on_ranks, name, SCHEMES[name], [DEFERRED])
+    assert_equals_one_process(DEFERRED, [outcomes[str(DEFERRED)] for outcomes in by_rank])
+
+
 def test_the_runs_that_are_compared_do_use_statistics_and_refreshes() -> None:
-    for one in CASES:
+    for one in [*CASES, DEFERRED]:
         outcome, raw = alone(one), alone(case(one.model, exclude="*", steps=one.steps))
         assert outcome.stats["factor_updates"] >= 4
         assert outcome.stats["refreshes"] >= 3 * 2
@@ -55,7 +58,7 @@ ALL_SCHEMES: dict[str, Any] = SCHEMES | {"local": "local"}
 
 @pytest.mark.parametrize("name", [*SENDS, "spd"])
 def test_the_ledger_shows_that_a_scheme_is_that_scheme(name: str) -> None:
-    one = case("mlp")
+    one = case("mlp", steps=3)
     for outcomes in run(4, on_ranks, name, ALL_SCHEMES[name], [one]):
         sent = phases_that_send(outcomes[str(one)])
         if name == "spd":
@@ -66,7 +69,7 @@ def test_the_ledger_shows_that_a_scheme_is_that_scheme(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_SCHEMES)
 def test_one_rank_sends_nothing(name: str) -> None:
-    one = case("mlp")
+    one = case("mlp", steps=2)
     (outcomes,) = run(1, on_ranks, name, ALL_SCHEMES[name], [one])
     assert phases_that_send(outcomes[str(one)]) == set()
 
@@ -80,7 +83,7 @@ def phases_that_send(outcome: Outcome) -> set[str]:
 
 
 def test_auto_chooses_a_scheme_that_gives_the_same_numbers() -> None:
-    one = case("mlp")
+    one = case("mlp", steps=1)
     schemes = {outcomes[str(one)].scheme for outcomes in run(3, on_ranks, "auto", "auto", [one])}
     assert len(schemes) == 1
     assert schemes.isdisjoint({"auto", "local"})

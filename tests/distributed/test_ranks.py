@@ -115,7 +115,7 @@ def test_the_first_exception_is_shown_when_others_wait_for_that_rank(pool: Pool)
 
 def test_a_rank_that_hangs_is_named_and_shown_and_the_next_call_works(pool: Pool) -> None:
     with pytest.raises(RankTimeoutError, match=r"rank\(s\) \[1\] of 2 did not (.|\n)*in hanging"):
-        pool.run(2, hanging, 60, limit=2)
+        pool.run(2, hanging, 60, limit=4)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 

@@ -98,7 +98,7 @@ class Channel:
         ``scratch`` keeps memory for what is received, from one call to the next.
         """
         wanted = [one for one in segments if one.stop > one.start]
-        if self.direct and not self._rings(wanted, flat.element_size()):
+        if self._is_direct(flat) and not self._rings(wanted, flat.element_size()):
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
             return self._collect(phase, flat, wanted, {} if scratch is None else scratch)
@@ -113,7 +113,7 @@ class Channel:
         """Send a tensor from one member to all others."""
         if flat.numel() == 0 or self._alone(phase, "broadcast", flat):
             return Arrival(phase)
-        if not self.direct:
+        if not self._is_direct(flat):
             return Arrival(phase, [self._start(phase, self._broadcast_one, flat, root)])
         tag = next(self._tags)
         if self.rank != root:
@@ -133,6 +133,9 @@ class Channel:
         Arrival(phase, [work]).wait()
         kept = [part[..., :count, :] for part, count in zip(found, counts, strict=True)]
         return torch.cat(kept, dim=-2)
+
+    def _is_direct(self, flat: Tensor) -> bool:
+        return self.direct and flat.device.type == "cpu"  # Gloo sends from the host's memory only
 
     # --- the pieces -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ the new weights, so that the base optimizer's state is divided among the ranks a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from kronfac.distributed.parcel import Parcel, make_parcels
 from kronfac.distributed.reduction import Bucket
 from kronfac.distributed.team import Team
 from kronfac.layer_state import LayerState
+from kronfac.statistics import count_dtype
 
 
 class Ownership:
@@ -32,6 +33,7 @@ class Ownership:
         self.owners: dict[nn.Parameter, int] = {}
         self._parcels: list[Parcel] | None = None
         self._buckets: list[Bucket] = []
+        self._flags: dict[tuple[float, ...], Tensor] = {}
 
     @property
     def active(self) -> bool:
@@ -44,11 +46,9 @@ class Ownership:
         return self.active and self.reduces
 
     def assign(self, states: Sequence[LayerState], groups: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter of a layer to the layer's owner, and the others to whoever has least.
-
-        Others that have an owner keep it, with the base optimizer's state that is there.
-        """
-        before, self.owners = self.owners, {}
+        """Give each parameter of a layer to the layer's owner, and the others to whoever has least."""
+        before = self.owners
+        self.owners = {}
         self._parcels, self._buckets = None, []
         load = [0] * self.team.world.size
         for state in states:
@@ -56,8 +56,10 @@ class Ownership:
                 if parameter is not None and parameter not in self.owners:
                     self.owners[parameter] = self.team.owner(state)
         trained = list(dict.fromkeys(p for group in groups for p in group["params"]))
-        known = before | self.owners
-        self.owners = {p: known[p] for p in trained if p in known}
+        self.owners = (
+            before | self.owners
+        )  # the base optimizer's state of the others is where it is
+        self.owners = {p: self.owners[p] for p in trained if p in self.owners}
         for parameter, owner in self.owners.items():
             load[owner] += parameter.numel()
         heap = [(size, rank) for rank, size in enumerate(load)]
@@ -73,12 +75,6 @@ class Ownership:
         """The parameters that this rank steps."""
         rank = self.team.world.rank
         return [p for p, owner in self.owners.items() if owner == rank]
-
-    def forget_others(self, state: MutableMapping[Any, Any]) -> None:
-        """Drop the base optimizer's state of parameters that other ranks step: it would grow old here."""
-        rank = self.team.world.rank
-        for parameter in [p for p in state if self.owners.get(p, rank) != rank]:
-            del state[parameter]
 
     @property
     def message_bytes(self) -> int:
@@ -128,16 +124,18 @@ class Ownership:
 
     def _count_used(self, parameters: Sequence[nn.Parameter]) -> list[float] | None:
         """On how many ranks each parameter has a gradient; looked at only if an owner has none."""
-        flags = [float(p.grad is not None) for p in parameters]
-        device = parameters[0].device
-        total = torch.tensor(flags, device=device)
+        flags = tuple(float(p.grad is not None) for p in parameters)
+        if flags not in self._flags:  # to put them on a device makes the host wait
+            self._flags = {flags: torch.tensor(flags, device=parameters[0].device)}
+        total = self._flags[flags].clone()
         self.team.world.all.all_reduce("control", total).wait()
         missing = any(p.grad is None for p in self.own())
         return total.tolist() if missing else None
 
     def add_up(self, value: Tensor) -> Tensor:
         """Add a number over ranks."""
-        flat = value.reshape(1).clone()
+        device = next(iter(self.owners)).device
+        flat = value.to(device, count_dtype(device), copy=True).reshape(1)
         self.team.world.all.all_reduce("rescale", flat).wait()
         return flat[0]
 

@@ -32,9 +32,9 @@ MAX_LAYOUTS = 4
 class Seen:
     """What a rank had observed of a statistic when it left."""
 
-    pending: int
+    generation: int
     version: int
-    passes: tuple[int, ...]
+    passes: tuple[Pass, ...]
 
 
 @dataclass
@@ -216,5 +216,5 @@ def _folded(
 
 
 def _seen(state: LayerState, source: str, passes: Mapping[Pass, Any]) -> Seen:
-    which = tuple(id(one) for one in passes) if source == "output" else ()
-    return Seen(id(state.pending), state.pending.versions[source], which)
+    which = tuple(passes) if source == "output" else ()
+    return Seen(state.pending.generations[source], state.pending.versions[source], which)

@@ -236,7 +236,8 @@ class Team:
     def expect(self, due: Sequence[LayerState], moment: Callable[[], Moment] | None) -> None:
         """Say which layers will be refreshed at the coming step, so that statistics may leave early."""
         if self.round is None:
-            self._expected = list(due)
+            # After loading, ranks may differ until they have agreed at the next step.
+            self._expected = [] if self._loaded else list(due)
             self._moment = moment
 
     def observed(self, state: LayerState, source: str) -> None:
@@ -249,6 +250,9 @@ class Team:
                     self.plan.watch(self.key(state, name))
             return
         if self.round is None:
+            for one in self._expected:
+                if one.layer.stale():
+                    one.reset()
             self.round = Round(self, self._expected)
         if self._moment is not None:
             self.round.observed(state, source, self._moment())
@@ -264,14 +268,16 @@ class Team:
                     self.plan.calls[self.key(state, name)] = version
 
     def _finish_round(self, states: Sequence[LayerState]) -> tuple[Round, Iterator[Any]]:
-        current = self.round
-        if current is not None and current.states != list(states):
-            for _ in current.finish(True):  # the intervals have changed on the way
+        current, self.round = self.round, None
+        may_have_left = self.plan.groups is not None and self.settings.overlap
+        if may_have_left and self._expected and self._expected != list(states):
+            # Others are due than were expected: what has left on any rank has to arrive on all.
+            for _ in (current or Round(self, self._expected)).finish(False):
                 pass
             current = None
         if current is None:
             current, self._stale = Round(self, states), False
-        self.round = None
+        self._expected = []
         started = time.perf_counter()
         arrivals = current.finish(self._stale)
         self.waited += time.perf_counter() - started
@@ -285,6 +291,7 @@ class Team:
         if self.is_local:
             return
         with self.phases("reduce"):
+            self._stale = self.round is not None  # it holds what has not been folded yet
             current, arrivals = self._finish_round(states)
             sums: dict[str, Tensor] = {}
             for arrived in arrivals:
@@ -390,12 +397,11 @@ class Team:
             }
         )
 
-    def resume(self, described: str, count_missing: Callable[[], int]) -> None:
+    def resume(self, described: str, holds_all: Callable[[], bool]) -> None:
         """Take up what a run in an equal world had agreed on; otherwise do nothing.
 
-        All ranks call it together. ``count_missing`` says how much of what this rank should hold is not
-        in what it loads: ``torch.distributed.checkpoint`` reads what the present placement asks for, and
-        then a saved placement that asks for something else cannot be taken up.
+        ``holds_all`` says whether this rank was given all that it then has to hold: state that was read
+        piece by piece (``torch.distributed.checkpoint``) is that of the present placement.
         """
         saved = json.loads(described)
         if saved["size"] != self.world.size or saved["scheme"] != str(self.settings.scheme):
@@ -403,12 +409,17 @@ class Team:
         placement = Placement.from_json(saved["placement"])
         if set(placement.seats) != set(self._names.values()):
             return
+        for state, name in self._names.items():
+            parts, tasks = state.block.parts, placement.seats[name].tasks
+            if set(tasks) != set(parts) or any(
+                task.split and parts[part].shared_flops is None for part, task in tasks.items()
+            ):
+                return  # it was solved in another way
+        before = self._placed
+        if placement != before:
+            self.use(placement)
+            if self.world.total([float(not holds_all())]).item() > 0:
+                self.use(before)
+                return
         self.plan.groups = saved["groups"]
-        present = self._placed
-        if placement == present:
-            return
-        missing_now = count_missing()
-        self.use(placement)
-        missing = self.world.total([missing_now, count_missing()]).tolist()
-        if missing[1] > missing[0]:
-            self.use(present)
+        self.buckets.clear()

@@ -25,13 +25,13 @@ class World:
 
     def __init__(self, parent: Any = None) -> None:
         self.parent = parent if parent is not None else dist.group.WORLD
-        self.global_ranks = dist.get_process_group_ranks(self.parent)
-        self.size = len(self.global_ranks)
         self.rank = dist.get_rank(self.parent)
         if self.rank < 0:
             raise ValueError(
                 "this rank is not a member of process_group; build the optimizer only on its members."
             )
+        self.global_ranks = dist.get_process_group_ranks(self.parent)
+        self.size = len(self.global_ranks)
         self.ledger = Ledger()
         self._timeout = _timeout(self.parent)
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
@@ -52,6 +52,7 @@ class World:
                 group = dist.new_group(
                     [self.global_ranks[member] for member in members],
                     timeout=self._timeout,
+                    backend=dist.get_backend_config(self.parent),
                     use_local_synchronization=True,
                 )
             self._channels[key] = Channel(group, members, self.rank, self.ledger)
