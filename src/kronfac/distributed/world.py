@@ -33,7 +33,8 @@ class World:
         self.global_ranks = dist.get_process_group_ranks(self.parent)
         self.size = len(self.global_ranks)
         self.ledger = Ledger()
-        self._timeout = _timeout(self.parent)
+        #: How long messages may take.
+        self.timeout = _timeout(self.parent)
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.all = self.channel(tuple(range(self.size)))
         self.device = _control_device(self.all.group)
@@ -51,7 +52,7 @@ class World:
             if len(members) > 1:
                 group = dist.new_group(
                     [self.global_ranks[member] for member in members],
-                    timeout=self._timeout,
+                    timeout=self.timeout,
                     backend=dist.get_backend_config(self.parent),
                     use_local_synchronization=True,
                 )
