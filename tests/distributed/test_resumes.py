@@ -54,7 +54,7 @@ def go_on(
     before, after = paths
     with double_precision():
         scheme = kronfac.Distribute(name.partition(" ")[0], **switches)
-        with mock.patch.object(test_checkpoints, "scheme_of", lambda _: scheme):
+        with mock.patch.object(test_checkpoints, "scheme_of", return_value=scheme):
             training = Training(name)
         if before is not None:
             getattr(training, f"load_{how}")(before)
