@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.channel import Channel
+from kronfac.distributed.channel import Channel, host_backend
 from kronfac.distributed.ledger import Ledger
 
 
@@ -76,7 +76,7 @@ class World:
 
     def first(self, value: Any) -> Any:
         """What the first rank has in mind, whatever others have."""
-        if self.size == 1 or dist.get_backend(self.all.group) == "fake":
+        if self.size == 1 or host_backend(self.all.group) == "fake":
             return value  # a simulated world has no other rank
         boxed = [value]
         dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
