@@ -67,7 +67,7 @@ def go_on(
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_resume_that_would_share_out_otherwise_loses_nothing(
     name: str, world_size: int, how: str, tmp_path: Path
