@@ -5,8 +5,12 @@
 The loop is that of one process; K-FAC is the line in `make_optimizer`. Gloo on CPUs, NCCL on GPUs. Each
 batch is divided over the ranks, so that their number changes the speed and not the result. With
 `--checkpoint` the state is saved after every epoch, and a run that finds checkpoints goes on from the
-newest whole one: `torchrun --max-restarts 3 ...` then survives the loss of a rank. `slurm.sbatch` starts
-the same script on several hosts.
+newest whole one. So this survives the loss of a rank:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --max-restarts 3 \\
+        --nproc-per-node 2 examples/distributed/train_ddp.py --checkpoint DIR
+
+(why the variable: docs/distributed.md, "Faults"). `slurm.sbatch` starts the same script on several hosts.
 """
 
 import argparse

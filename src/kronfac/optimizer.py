@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, overload
 
@@ -99,8 +100,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
         if dist.is_available():
             Joinable.__init__(self)
         self._distribute = distribute
-        #: The members of the process group that was given, if any.
+        #: The members of the process group that was given, if any, and how long its messages may take.
         self._ranks: list[int] | None = None
+        self._timeout: timedelta | None = None
         self._compared = False
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
@@ -111,7 +113,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
             self._preconditioner.capture.attach_model(module)
         if dist.is_available() and dist.is_initialized():
             world = World(group_of(model) if process_group is None else process_group)
-            self._ranks = None if process_group is None else world.global_ranks
+            if process_group is not None:
+                self._ranks, self._timeout = world.global_ranks, world.timeout
             if world.size > 1:
                 self._join(world)
 
@@ -554,6 +557,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
             "detached": ours.detached,
             "distribute": self._distribute,
             "ranks": self._ranks,
+            "timeout": self._timeout,
             "plan": "" if ours.team is None else ours.team.describe(),
             "entries": ours.entries(self._names()),
         }
@@ -563,7 +567,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
         settings = (state["options"], state["schedules"], state["distribute"])
         group = None
         if state["ranks"] is not None and dist.is_available() and dist.is_initialized():
-            group = dist.new_group(state["ranks"], use_local_synchronization=True)
+            group = dist.new_group(
+                state["ranks"], timeout=state["timeout"], use_local_synchronization=True
+            )
         self._build(state["model"], state["base"], *settings, group)
         plan, entries = state["plan"], state["entries"]
         self._preconditioner.resume(plan, self.param_groups, self._names(), entries)

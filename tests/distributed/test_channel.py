@@ -138,6 +138,16 @@ def test_a_lone_rank_sends_nothing() -> None:
 # --- which way -------------------------------------------------------------------------------
 
 
+def directness(rank: int) -> tuple[bool, bool]:
+    world = World(dist.new_group(backend="cpu:gloo"))
+    return World().all.direct, world.channel((0, 1)).direct if rank < 2 else True
+
+
+def test_a_few_ranks_exchange_messages_themselves() -> None:
+    """Also in groups whose backends are named by device, as they are for several kinds of memory."""
+    assert run(3, directness) == [(True, True)] * 3
+
+
 def made(ranks: int) -> Channel:
     return Channel(None, tuple(range(ranks)), 0, Ledger())
 

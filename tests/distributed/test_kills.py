@@ -209,7 +209,9 @@ def undisturbed(mother: Mother, run: Run, size: int, folder: Path) -> list[Param
     return Crew(mother, replace(run, folder=str(folder), place=""), size).results()
 
 
-def torchrun(run: Run, size: int, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def start_torchrun(
+    run: Run, size: int, restarts: int = 0, where: tuple[str, ...] = ("--standalone",)
+) -> subprocess.Popen[str]:
     environment = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -218,16 +220,23 @@ def torchrun(run: Run, size: int, restarts: int = 0) -> subprocess.CompletedProc
         # (https://github.com/pytorch/pytorch/issues/135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", *where]
     command += ["--nproc-per-node", str(size), "--max-restarts", str(restarts)]
     command += [str(ROOT / "tests" / "distributed" / "mortal.py"), run.arguments()]
-    return subprocess.run(
-        command,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=2 * LONG,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
+
+
+def torchrun(run: Run, size: int, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    return finish_torchrun(start_torchrun(run, size, restarts))
+
+
+def finish_torchrun(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        output, errors = process.communicate(timeout=2 * LONG)
+    finally:
+        process.terminate()  # it ends its ranks; nothing happens if it has ended
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +265,22 @@ def test_torchrun_restarts_and_goes_on_to_the_same_result(
     else:  # DDP settles its buckets after its first backward, which changes bits
         for rank, values in enumerate(found):
             assert_near(values, expected[rank], f"rank {rank}")
+
+
+@pytest.mark.slow
+def test_two_hosts_restart_together(mother: Mother, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    run = Run(save_every=2, folder=str(folder), place="solve", at=6, steps=9, timeout=LONG)
+    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two")
+    where += ("--rdzv-endpoint", f"localhost:{free_port()}")
+    hosts = [start_torchrun(run, 2, restarts=3, where=where) for _ in range(2)]
+    for ended in [finish_torchrun(host) for host in hosts]:
+        assert ended.returncode == 0, ended.stderr
+        assert "goes on from step 6" in ended.stdout
+    expected = undisturbed(mother, run, 4, tmp_path / "undisturbed")
+    for rank, values in enumerate(read_results(folder, 4)):
+        assert_near(values, expected[0], f"rank {rank}")
 
 
 def test_torchrun_goes_on_with_fewer_ranks(mother: Mother, tmp_path: Path) -> None:

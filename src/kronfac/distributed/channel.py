@@ -29,6 +29,14 @@ class Segment:
     stop: int
 
 
+def host_backend(group: Any) -> str:
+    """What carries messages from the host's memory: ``"gloo"`` in ``"cpu:gloo,cuda:nccl"``."""
+    if group is None:
+        return ""
+    pairs = (one.partition(":") for one in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get("cpu", "")
+
+
 class LostRankError(RuntimeError):
     """A message did not arrive: another rank has ended, or does not take part."""
 
@@ -69,8 +77,7 @@ class Channel:
         self.members = members
         self.rank = rank
         self.ledger = ledger
-        backend = "" if group is None else dist.get_backend(group)
-        self.direct = backend == "gloo" and len(members) <= MAX_DIRECT
+        self.direct = host_backend(group) == "gloo" and len(members) <= MAX_DIRECT
         self._places = {member: place for place, member in enumerate(members)}
         self._tags = itertools.count(1)
 

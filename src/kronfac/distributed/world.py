@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.channel import Channel
+from kronfac.distributed.channel import Channel, host_backend
 from kronfac.distributed.ledger import Ledger
 
 
@@ -33,7 +33,8 @@ class World:
         self.global_ranks = dist.get_process_group_ranks(self.parent)
         self.size = len(self.global_ranks)
         self.ledger = Ledger()
-        self._timeout = _timeout(self.parent)
+        #: How long messages may take.
+        self.timeout = _timeout(self.parent)
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.all = self.channel(tuple(range(self.size)))
         self.device = _control_device(self.all.group)
@@ -51,7 +52,7 @@ class World:
             if len(members) > 1:
                 group = dist.new_group(
                     [self.global_ranks[member] for member in members],
-                    timeout=self._timeout,
+                    timeout=self.timeout,
                     backend=dist.get_backend_config(self.parent),
                     use_local_synchronization=True,
                 )
@@ -75,7 +76,7 @@ class World:
 
     def first(self, value: Any) -> Any:
         """What the first rank has in mind, whatever others have."""
-        if self.size == 1 or dist.get_backend(self.all.group) == "fake":
+        if self.size == 1 or host_backend(self.all.group) == "fake":
             return value  # a simulated world has no other rank
         boxed = [value]
         dist.broadcast_object_list(boxed, group=self.all.group, group_src=0)
