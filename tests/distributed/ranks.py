@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,6 +46,16 @@ class RankTimeoutError(AssertionError):
     """A rank has not answered; the message shows where each silent rank stood."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a call gives, or the exception that ends it, its traceback, and when it was raised."""
+
+    result: Any
+    error: BaseException | None = None
+    shown: str = ""
+    raised: float = 0.0
+
+
 # --- the rank's side -------------------------------------------------------------------------
 
 
@@ -68,8 +79,8 @@ def _answer(
     timeout: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> tuple[Any, BaseException | None, str]:
-    """Result, exception and its traceback."""
+) -> Answer:
+    """Call the function in a group of its own."""
     try:
         dist.init_process_group(
             "gloo",
@@ -84,9 +95,11 @@ def _answer(
             warnings.simplefilter("error")
             # The same exception as in pyproject.toml.
             warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
-            return function(rank, *args), None, ""
+            return Answer(function(rank, *args))
     except Exception as error:
-        return None, _picklable(error), traceback.format_exc()
+        # The time is that of the machine, so that cause and consequence on other ranks can be told.
+        raised, shown = time.monotonic(), traceback.format_exc()
+        return Answer(None, _picklable(error), shown, raised)
     finally:
         torch.set_default_dtype(torch.float32)
         gc.collect()  # what still refers to the group has to go before it
@@ -182,14 +195,16 @@ class Pool:
         for rank in range(world_size):
             task = (rank, world_size, store, timeout, function, args)
             _send(self.connections[rank], task)
-        answers, first = self._collect(world_size, limit, grace)
+        answers = self._collect(world_size, limit, grace)
+        failed = [rank for rank, answer in answers.items() if answer.error is not None]
+        first = min(failed, key=lambda rank: answers[rank].raised, default=None)
         silent = [rank for rank in range(world_size) if rank not in answers]
         broken = bool(silent) or not all(process.is_alive() for process in self.processes)
         try:
             if first is not None and not (expect_errors and not silent):
                 also = f"; rank(s) {silent} did not answer afterwards" if silent else ""
                 raise RankError(
-                    f"rank {first} of {world_size} in {name}{also}:\n{answers[first][2]}"
+                    f"rank {first} of {world_size} in {name}{also}:\n{answers[first].shown}"
                 )
             if silent:
                 stacks = self._where(silent)
@@ -200,15 +215,12 @@ class Pool:
         finally:
             if broken:
                 self.close()
-        results = [answers[rank] for rank in range(world_size)]
-        return [result if error is None else error for result, error, _ in results]
+        found = [answers[rank] for rank in range(world_size)]
+        return [one.result if one.error is None else one.error for one in found]
 
-    def _collect(
-        self, world_size: int, limit: float, grace: float
-    ) -> tuple[dict[int, tuple[Any, BaseException | None, str]], int | None]:
-        """Answers by rank, as far as they arrive in time, and the first rank that failed."""
-        answers: dict[int, tuple[Any, BaseException | None, str]] = {}
-        first: int | None = None
+    def _collect(self, world_size: int, limit: float, grace: float) -> dict[int, Answer]:
+        """Answers by rank, as far as they arrive in time."""
+        answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit
         waiting = {self.connections[rank]: rank for rank in range(world_size)}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -216,13 +228,13 @@ class Pool:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
                     answers[rank] = _receive(connection)  # type: ignore[arg-type]
-                except EOFError:
+                except EOFError:  # nothing comes before the end of a process
                     code = self._exit_code(rank)
                     error = RuntimeError(f"the process of rank {rank} has ended with {code}.")
-                    answers[rank] = (None, error, str(error))
-                if answers[rank][1] is not None and first is None:
-                    first, deadline = rank, min(deadline, time.monotonic() + grace)
-        return answers, first
+                    answers[rank] = Answer(None, error, str(error))
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        return answers
 
     def _exit_code(self, rank: int) -> int | None:
         self.processes[rank].join(5)

@@ -108,8 +108,9 @@ def test_a_warning_is_an_error() -> None:
 
 
 def test_the_first_exception_is_shown_when_others_wait_for_that_rank(pool: Pool) -> None:
-    with pytest.raises(RankError, match="rank 1 of 2"):
-        pool.run(2, failing_alone)
+    for _ in range(10):  # whichever answer arrives first
+        with pytest.raises(RankError, match=r"rank 1 of 2(.|\n)*does not like this"):
+            pool.run(2, failing_alone)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
