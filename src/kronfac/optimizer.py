@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any, overload
 
 import torch
@@ -62,6 +62,14 @@ else:
 
     class Joinable:  # type: ignore[no-redef]
         """Stands in where torch was built without distributed training."""
+
+
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 class Preconditioned(Optimizer, Joinable, ABC):
