@@ -1,0 +1,1 @@
+"""The program: recipes, data, models and the loop that trains them."""
