@@ -79,8 +79,7 @@ class Options:
         for name in ("nesterov", "early_refresh", "stagger"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum!r} must be a number in [0, 1).")
+        check_momentum("momentum", self.momentum)
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0; give momentum=0.9, for example.")
         check_positive("kl_clip", self.kl_clip)
@@ -112,12 +111,20 @@ class Options:
 class Schedules:
     """The hyperparameters that may change: numbers or callables of the step number."""
 
-    def __init__(self, damping: Number, factor_every: Count, refresh_every: Count, decay: Number):
+    def __init__(
+        self,
+        damping: Number,
+        factor_every: Count,
+        refresh_every: Count,
+        decay: Number,
+        momentum: float = 0.0,
+    ) -> None:
         self._values: dict[str, Any] = {}
         self.set("damping", damping)
         self.set("factor_every", factor_every)
         self.set("refresh_every", refresh_every)
         self.set("decay", decay)
+        self.set("momentum", momentum)
 
     def set(self, name: str, value: Any) -> None:
         """Replace a hyperparameter by a number or a callable of the step number."""
@@ -181,6 +188,12 @@ def check_fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a number in [0, 1].")
 
 
+def check_momentum(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number in [0, 1)."""
+    if not _is_real(value) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must be a number in [0, 1).")
+
+
 def _is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
@@ -190,6 +203,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "factor_every": check_count,
     "refresh_every": check_count,
     "decay": check_fraction,
+    "momentum": check_momentum,
 }
 
 

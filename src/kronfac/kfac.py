@@ -81,7 +81,7 @@ class KFAC(Preconditioned):
 
     Attributes ``model`` and ``base`` are the watched model and the base optimizer.
     ``damping``, ``factor_every``, ``refresh_every`` and ``decay`` may be callables of the step number,
-    and may be set as attributes later.
+    and may be set as attributes later; so may ``momentum``, if it was not 0.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class KFAC(Preconditioned):
             on_missing=on_missing,
             max_grad_norm=max_grad_norm,
         )
-        schedules = Schedules(as_schedule(damping), factor_every, refresh_every, decay)
+        schedules = Schedules(as_schedule(damping), factor_every, refresh_every, decay, momentum)
         settings = as_distribute(distribute)
         super().__init__(model, base_optimizer, options, schedules, settings, process_group)
         self.grad_scaler = grad_scaler

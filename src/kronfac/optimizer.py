@@ -350,6 +350,21 @@ class Preconditioned(Optimizer, Joinable, ABC):
         self._set("decay", value)
 
     @property
+    def momentum(self) -> Number:
+        """Heavy ball before preconditioning; it may change if it was not 0 at first."""
+        value: Number = self._get("momentum")
+        return value
+
+    @momentum.setter
+    def momentum(self, value: Number) -> None:
+        if value and not self._preconditioner.options.momentum:
+            raise ValueError(
+                f"momentum={value!r} cannot be set later on an optimizer without it; build it with "
+                "momentum=0.9, for example."
+            )
+        self._set("momentum", value)
+
+    @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler whose factor is in the gradients that are observed."""
         return self._preconditioner.capture.scaler

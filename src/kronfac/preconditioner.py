@@ -383,9 +383,9 @@ class Preconditioner:
 
     def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
         """Heavy ball before preconditioning: ``buf ← μ·buf + V``."""
-        mu = self.options.momentum
-        if mu == 0:
+        if not state.has_momentum:
             return gradient
+        mu = float(self.schedules.at("momentum", self.clock.step))
         if state.momentum is None:
             state.momentum = gradient.clone(memory_format=torch.contiguous_format)
         else:
