@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -26,6 +27,6 @@ class MLP(nn.Sequential):
             raise UserError(f"model.hidden = {hidden!r} is not a list of widths such as [128, 128]")
         widths = [math.prod(sample_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         super().__init__(*layers, nn.Linear(widths[-1], num_classes))
