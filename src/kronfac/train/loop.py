@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kronfac.optimizer import Preconditioned

@@ -27,7 +27,7 @@ class FlatMuon(torch.optim.Muon):
         """Hand the gradients of the weights to their views, and step."""
         for matrix, weight in zip(self.matrices, self.weights, strict=True):
             matrix.grad = None if weight.grad is None else weight.grad.reshape(matrix.shape)
-        return super().step(closure)
+        return super().step(closure)  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of weights and views."""
@@ -85,7 +85,8 @@ def muon_with_adamw(
 def hidden_weights(model: nn.Module) -> list[nn.Parameter]:
     """Weights of linear layers and convolutions, without embeddings and the output layer."""
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    found = [m.weight for m in model.modules() if isinstance(m, layers)]
+    own = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
+    found = [params["weight"] for m, params in own.items() if isinstance(m, layers)]
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     output = next((w for w in reversed(found) if w.dim() == 2), None)
     chosen = [w for w in found if w.requires_grad and w not in embedded and w is not output]

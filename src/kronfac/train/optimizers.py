@@ -98,9 +98,7 @@ def _soap(model: nn.Module, options: dict[str, Any]) -> Steppable:
     return optimizer
 
 
-def _kfac(
-    model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str
-) -> Steppable:
+def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str) -> Steppable:
     own = {key: options[key] for key in KFAC_KEYS if key in options}
     base = {key: value for key, value in options.items() if key not in own}
     for name in SCHEDULED:

@@ -18,7 +18,9 @@ _OTHER = ("other_lr", "other_betas", "other_eps", "other_weight_decay")
 _NOT_HERE = ("self", "model", "base_optimizer", "grad_scaler", "process_group")
 
 #: Keywords of ``kronfac.KFAC`` that a recipe may set.
-KFAC_KEYS = tuple(name for name in inspect.signature(KFAC.__init__).parameters if name not in _NOT_HERE)
+KFAC_KEYS = tuple(
+    name for name in inspect.signature(KFAC.__init__).parameters if name not in _NOT_HERE
+)
 #: The base optimizers that K-FAC may have, with their options.
 BASES: dict[str, tuple[str, ...]] = {
     "sgd": ("base_momentum", "base_nesterov", "weight_decay"),

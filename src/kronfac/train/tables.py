@@ -39,7 +39,9 @@ def fill(kind: type[Part], table: Mapping[str, Any], where: str) -> Part:
     ]
     for name in required:
         if name not in values:
-            raise UserError(f"[{where}] has no {name!r}; give one, for example {where}.{name} = ...")
+            raise UserError(
+                f"[{where}] has no {name!r}; give one, for example {where}.{name} = ..."
+            )
     return kind(**values)
 
 
