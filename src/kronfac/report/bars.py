@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from kronfac.report import phases, text
 from kronfac.report.charts import style
 from kronfac.report.layers import LayerCost, balance, loads
-from kronfac.report.summary import Group
+from kronfac.report.summary import Group, median
 from kronfac.report.svg import Markup, escape, svg, tag
 
 _HEIGHT = 22
@@ -77,6 +78,25 @@ def plain_bars(rows: Sequence[tuple[Group, float, str]], title: str) -> Markup:
     return tag("div", *found, class_="bars")
 
 
+def strip(group: Group, seconds: Sequence[float], longest: float) -> Markup:
+    """A dot for each run on a line of seconds, a tick at the median, misses counted at the end."""
+    reached = [value for value in seconds if math.isfinite(value)]
+    marks = [tag("line", x2="100%", y1=10, y2=10)]
+    for value in reached:
+        marks.append(tag("circle", cx=f"{88 * value / longest:.2f}%", cy=10, r=5.5))
+    middle = median(seconds)
+    if math.isfinite(middle):
+        marks.append(tag("rect", x=f"{88 * middle / longest:.2f}%", y=1, width=2, height=18))
+    missed = len(seconds) - len(reached)
+    if missed:
+        marks.append(tag("text", escape("✕" * min(missed, 5)), x="100%", y=15))
+    said = ", ".join(text.duration(value) for value in sorted(reached))
+    spoken = f"{group.label}: {said or 'no run reached it'}" + (
+        f"; {missed} missed" if missed else ""
+    )
+    return svg(spoken, *marks, class_="strip", height=20, style=style(group))
+
+
 def layer_bars(layers: Sequence[LayerCost], most: int = 12) -> Markup:
     """The most expensive layers, by phase."""
     costly = sorted(layers, key=lambda layer: -layer.total)[:most]
@@ -135,6 +155,6 @@ def _cell(layer: LayerCost, amount: float | None, most: float, rank: int) -> Mar
     said = f"{layer.name} on rank {rank}{part}"
     return tag(
         "td",
-        svg(said, tag("rect", width="100%", height="100%", rx=3), width="100%", height=18),
+        svg(said, tag("rect", width="100%", height="100%", rx=3), height=18),
         style=f"--strength:{strength:.0f}%",
     )

@@ -28,7 +28,6 @@ class Chart:
     scale: Scale
     unit: str = ""  # "percent" for accuracies
     targets: Sequence[float] = ()
-    note: str = ""
     dots: bool = False
 
 
@@ -72,8 +71,7 @@ def draw(chart: Chart, axis: Axis, series: Sequence[Group]) -> Markup:
         aria_label=f"{chart.title} over {unit}; arrow keys read values",
     )
     caption = tag("figcaption", tag("b", escape(chart.title)), escape(f" over {unit}"))
-    note = tag("p", escape(chart.note), class_="note") if chart.note else Markup("")
-    return tag("figure", caption, plot, note, class_="chart", data_axis=axis)
+    return tag("figure", caption, plot, class_="chart", data_axis=axis)
 
 
 def _spoken(chart: Chart, curves: Sequence[Curve], unit: str) -> str:

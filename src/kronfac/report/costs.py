@@ -80,7 +80,7 @@ def placement(chapter: Chapter) -> Section | None:
         said += f", scheme “{scheme}”." if scheme else "."
         totals = layers.balance(found, group.world)
         worst = max(totals) / (sum(totals) / group.world or 1.0)
-        said += f" The busiest rank has {worst:.2f} times the mean load; darker is more work."
+        said += f" The busiest rank has {worst:.2f} times the mean load; a stronger colour is more work."
         grid = bars.placement_map(found, group.world)
         parts += [paragraph(said), tables.box(grid, f"Layers of {group.label} on ranks")]
     return ("Placement", join(parts)) if parts else None

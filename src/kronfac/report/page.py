@@ -111,7 +111,7 @@ def _chapter(chapter: Chapter, number: int, several: bool, empty: Sequence[Path]
 
 def _lead(chapter: Chapter, several: bool) -> Markup:
     parts = [tag("h2", escape(chapter.recipe))] if several else []
-    parts.append(tag("p", escape(headline(chapter)), class_="lead"))
+    parts.append(sections.paragraph(headline(chapter), "lead"))
     said = remarks(chapter)
     if said:
         parts.append(sections.paragraph(" ".join(said), "remarks"))

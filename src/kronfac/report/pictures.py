@@ -121,8 +121,8 @@ def _look(group: Group) -> tuple[str, str]:
 
 def _say_target(axes: Axes, goal: str, height: float) -> None:
     axes.annotate(
-        f"target {goal}", (1, height), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-        xytext=(-4, 2), textcoords="offset points", fontsize=9, color="#222222",
+        f"target {goal}", (0, height), xycoords=("axes fraction", "data"), ha="left", va="bottom",
+        xytext=(5, 2), textcoords="offset points", fontsize=9, color="#222222",
     )  # fmt: skip
 
 

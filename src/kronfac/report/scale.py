@@ -50,7 +50,7 @@ def linear(values: Sequence[float], *, zero: bool = False, percent: bool = False
 def along(values: Sequence[float]) -> Scale:
     """For steps and seconds: from 0 to the last value exactly, ticks inside."""
     high = max(values, default=1.0) or 1.0
-    step = _round_step(high / 5)
+    step = _near_step(high / 6)
     places = [i * step for i in range(int(high / step + 1e-9) + 1)]
     return Scale("linear", 0.0, high, tuple((p, _label(p)) for p in places))
 
@@ -102,6 +102,11 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 def _round_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return float(next(m for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9)) * power)
+
+
+def _near_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return float(min((1, 2, 5, 10), key=lambda m: abs(math.log(m * power / rough))) * power)
 
 
 def _label(value: float) -> str:

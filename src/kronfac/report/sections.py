@@ -9,7 +9,7 @@ from kronfac.report.charts import Chart, draw, legend
 from kronfac.report.curves import Curve, curve
 from kronfac.report.headline import change, contestants
 from kronfac.report.scale import Scale, accuracy, linear, log
-from kronfac.report.summary import Chapter, Group, final, memory
+from kronfac.report.summary import Chapter, Group, final, memory, step_seconds
 from kronfac.report.svg import Markup, escape, join, tag
 
 Section = tuple[str, Markup]  # heading and content
@@ -17,7 +17,7 @@ Section = tuple[str, Markup]  # heading and content
 
 def paragraph(sentence: str, class_: str | None = None) -> Markup:
     """A paragraph of text."""
-    return tag("p", escape(sentence), class_=class_)
+    return tag("p", escape(text.glue(sentence)), class_=class_)
 
 
 def tiles(chapter: Chapter) -> Markup:
@@ -32,9 +32,10 @@ def tiles(chapter: Chapter) -> Markup:
     if same and (time := change(hero.seconds_to_target, rival.seconds_to_target)) is not None:
         found.append((_signed(time), f"time to {text.metric(hero.metric, hero.target)}", time))
     found += _final_tile(hero, rival)
-    ours, theirs = hero.spread(memory), rival.spread(memory)
-    if ours and theirs and (more := change(ours.median, theirs.median)) is not None:
-        found.append((_signed(more), "peak memory", more))
+    for what, value in (("time of a step", step_seconds), ("peak memory", memory)):
+        ours, theirs = hero.spread(value), rival.spread(value)
+        if ours and theirs and (more := change(ours.median, theirs.median)) is not None:
+            found.append((_signed(more), what, more))
     cards = [
         tag(
             "li",
@@ -84,12 +85,7 @@ def progress(chapter: Chapter) -> Section:
         values = _values(accuracies)
         targets = chapter.targets if chapter.metric == "accuracy" else []
         scale = accuracy([*values, *targets])
-        note = (
-            "Even steps upwards are equal factors of the error." if scale.kind == "accuracy" else ""
-        )
-        charts.append(
-            Chart("Test accuracy", accuracies, scale, "percent", targets, note, dots=True)
-        )
+        charts.append(Chart("Test accuracy", accuracies, scale, "percent", targets, dots=True))
     losses = _present([curve(g, "evals", "loss") for g in groups])
     if losses:
         targets = chapter.targets if chapter.metric == "loss" else []
@@ -107,6 +103,8 @@ def progress(chapter: Chapter) -> Section:
     thin = any(len(g.runs) > 1 for g in groups)
     said = "Bold lines are medians over the runs, thin lines are single runs. " if thin else ""
     said += "Seconds are those of training: evaluation is not counted."
+    if charts[0].scale.kind == "accuracy":
+        said += " Equal distances between accuracies are equal factors of the error."
     return "Progress", join([toolbar(groups), *pairs, paragraph(said, "note")])
 
 

@@ -8,7 +8,7 @@ from typing import NewType
 
 Markup = NewType("Markup", str)
 
-_EMPTY = {"meta", "link", "br", "rect", "path", "line", "circle", "input"}
+_EMPTY = {"meta", "link", "rect", "path", "line", "circle"}
 
 
 def escape(text: object) -> Markup:
@@ -34,9 +34,7 @@ def tag(name: str, /, *children: Markup | str, **attributes: object) -> Markup:
         shown = key.rstrip("_").replace("_", "-")
         opening += f" {shown}" if value is True else f' {shown}="{escape(value)}"'
     if name in _EMPTY and not children:
-        return Markup(
-            f"<{opening}>" if name in {"meta", "link", "br", "input"} else f"<{opening}/>"
-        )
+        return Markup(f"<{opening}>" if name in {"meta", "link"} else f"<{opening}/>")
     return Markup(f"<{opening}>{''.join(children)}</{name}>")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from kronfac.report import phases, text
+from kronfac.report import bars, phases, text
 from kronfac.report.charts import style
 from kronfac.report.layers import LayerCost
 from kronfac.report.summary import (
@@ -51,6 +51,8 @@ def to_target(chapter: Chapter) -> Markup:
     groups = [g for g in chapter.groups if g.target is not None]
     groups.sort(key=lambda g: (g.seconds_to_target, g.steps_to_target, -g.num_reached))
     several = len(chapter.targets) > 1
+    times = [reached.seconds for group in groups for reached in group.reached]
+    longest = max((t for t in times if math.isfinite(t)), default=1.0) or 1.0
     rows = []
     for group in groups:
         target = [escape(text.metric(group.metric, group.target))] if several else []
@@ -63,10 +65,18 @@ def to_target(chapter: Chapter) -> Markup:
                 _reached(group),
                 _cell(Spread.of(steps), lambda v: f"{v:,.0f}"),
                 _cell(Spread.of(seconds), text.duration),
+                bars.strip(group, seconds, longest),
             ]
         )
-    head = ["optimizer", *(["target"] if several else []), "reached", "steps", "time"]
-    return table(head, rows, "Steps and time to the target")
+    head = [
+        "optimizer",
+        *(["target"] if several else []),
+        "reached",
+        "steps",
+        "time",
+        "time of each run",
+    ]
+    return table(head, rows, "Steps and time to the target", "strips")
 
 
 def _reached(group: Group) -> Markup:
@@ -93,7 +103,7 @@ def _cell(found: Spread | None, show: Callable[[float], str]) -> Markup:
     front = tag("span", escape(said(found.median)), class_=miss)
     if len(found.values) == 1 or found.low == found.high:
         return front
-    return Markup(front + tag("small", escape(f"{said(found.low)} … {said(found.high)}")))
+    return Markup(front + tag("small", escape(text.between(said(found.low), said(found.high)))))
 
 
 def finals(chapter: Chapter) -> Markup:

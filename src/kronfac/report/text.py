@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 MISSED = "not reached"
 
@@ -18,6 +19,18 @@ def short(value: float | None) -> str:
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{float(f'{value:.3g}'):g}"
+
+
+def glue(sentence: str) -> str:
+    """Keep numbers and their units on one line."""
+    return re.sub(r"(?<=\d) (?=(%|s|ms|µs|min|h|[kMG]?B)\b|%)", "\u00a0", sentence)
+
+
+def between(low: str, high: str) -> str:
+    """``"3.1 … 4 s"``: a unit that both ends share is said once."""
+    front, _, unit = low.rpartition(" ")
+    shared = front and high.endswith(f" {unit}") and " " not in front
+    return f"{front if shared else low} … {high}"
 
 
 def percent(value: float) -> str:
