@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,9 @@ class LayerCost:
     @property
     def work(self) -> float:
         """Cost for colouring: seconds if they were taken, else cubes of the factors' sides."""
-        return self.total or float(sum(side**3 for side in self.shape)) or float(self.bytes or 0)
+        *groups, rows, columns = (1, 0, 0, *self.shape) if len(self.shape) < 2 else self.shape
+        cubes = math.prod(groups) * (rows**3 + columns**3)
+        return self.total or float(cubes) or float(self.bytes or 0)
 
 
 def layers(group: Group) -> list[LayerCost]:

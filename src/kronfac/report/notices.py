@@ -118,7 +118,9 @@ def _shown(value: Any) -> str:
 def _run_details(run: Run) -> Markup:
     facts = [run.status, text.steps(run.last_step)]
     facts += [text.duration(run.seconds)] if run.seconds is not None else []
-    heading = tag("summary", tag("b", escape(run.name)), escape(text.glue(" – " + ", ".join(facts))))
+    heading = tag(
+        "summary", tag("b", escape(run.name)), escape(text.glue(" – " + ", ".join(facts)))
+    )
     parts = [heading]
     for title, values in (("Settings", run.config), ("Environment", run.environment)):
         flat = {key: _shown(value) for key, value in flatten(values).items()}

@@ -48,18 +48,18 @@ def split(group: Group) -> dict[str, float]:
 
 def _split(run: Run) -> dict[str, float]:
     totals: dict[str, float] = {}
-    before, num_steps, clock = 0, 0, 0.0
+    before, num_steps, clock, whole = 0, 0, 0.0, 0.0
     for record in run.steps:
-        phases = record.get("phases")
+        phases, now = record.get("phases"), record["seconds"] or clock
         if isinstance(phases, dict):
             for name, value in phases.items():
                 totals[str(name)] = totals.get(str(name), 0.0) + max(0.0, number(value) or 0.0)
             num_steps += max(1, record["step"] - before)
-            clock = record["seconds"] or clock
-        before = record["step"]
+            whole += now - clock
+        before, clock = record["step"], now
     if not num_steps or not any(totals.values()):
         return {}
-    rest = clock - sum(totals.values())
+    rest = whole - sum(totals.values())
     if rest > 0.005 * sum(totals.values()):
         totals["other"] = totals.get("other", 0.0) + rest
     return {name: seconds / num_steps for name, seconds in totals.items() if seconds > 0}
