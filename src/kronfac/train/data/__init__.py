@@ -1,0 +1,93 @@
+"""Data sets by name, and the batches that a run takes from them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kronfac.train.data import cifar, digits, download, idx, image_folder, text
+from kronfac.train.data.augment import Augmentation, Crop, Flip, augmentation
+from kronfac.train.data.batches import Batches
+from kronfac.train.data.files import FileSet, data_directory
+from kronfac.train.data.source import ImageArrays, Source
+from kronfac.train.data.subset import subset
+from kronfac.train.errors import UserError
+
+__all__ = [
+    "NAMES",
+    "Augmentation",
+    "Batches",
+    "Crop",
+    "Flip",
+    "Source",
+    "augmentation",
+    "data_directory",
+    "fetch",
+    "load",
+]
+
+_PUBLISHED: dict[str, tuple[FileSet, Callable[[Path], ImageArrays]]] = {
+    "fashion-mnist": (idx.FILES["fashion-mnist"], lambda folder: idx.read("fashion-mnist", folder)),
+    "mnist": (idx.FILES["mnist"], lambda folder: idx.read("mnist", folder)),
+    "cifar10": (cifar.FILES, cifar.read),
+}
+_GIVEN: dict[str, Callable[..., Source]] = {
+    "image-folder": image_folder.read,
+    "text": text.read,
+}
+NAMES = ("digits", *_PUBLISHED, *_GIVEN)
+
+
+def load(
+    name: str,
+    data_dir: Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    **options: Any,
+) -> Source:
+    """The data set ``name``, downloaded first if it is not in the data directory.
+
+    Args:
+        name: one of :data:`NAMES`.
+        data_dir: by default ``$KRONFAC_DATA``, else ``kronfac`` in the user's cache directory.
+        train: use only so many training samples: the first of a fixed shuffle, classes alike.
+        test: the same of the test part.
+        options: of ``"image-folder"`` (path, size, crop, workers) and ``"text"`` (path, length, size).
+    """
+    _check_name(name)
+    if name in _GIVEN:
+        make = _GIVEN[name]
+        _check_options(name, options, tuple(inspect.signature(make).parameters)[:-2])
+        return make(**options, train=train, test=test)
+    _check_options(name, options, ())
+    source = digits.read() if name == "digits" else _PUBLISHED[name][1](fetch(name, data_dir))
+    return source.reduced(
+        subset("train", source.train.labels, train), subset("test", source.test.labels, test)
+    )
+
+
+def fetch(name: str, data_dir: Path | None = None) -> Path:
+    """The folder with the files of a published data set; downloads what is not there."""
+    _check_name(name)
+    if name == "digits":
+        return Path(digits.__file__).parent
+    if name in _GIVEN:
+        raise UserError(f"{name} has nothing to fetch: it reads what data.path names")
+    directory = data_directory(data_dir)
+    files = _PUBLISHED[name][0]
+    return files.find(directory) or download.download(files, directory)
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        raise UserError(f"unknown data set {name!r}; there are {', '.join(NAMES)}")
+
+
+def _check_options(name: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
+    for option in options:
+        if option not in known:
+            has = f"has {', '.join(known)}" if known else "has no options but train and test"
+            raise UserError(f"unknown option data.{option}: {name} {has}")

@@ -1,0 +1,43 @@
+"""Writing files so that nothing that was there is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from kronfac.train.errors import UserError
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "the disk is full"
+        else:
+            what = error.strerror or str(error)
+        raise UserError(
+            f"{path} cannot be written: {what}; what was saved before is still there."
+        ) from error
+
+
+def replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Write a file whole or not at all: beside it first, then in its place."""
+    beside = path.with_name(path.name + ".part")
+    with explained(path):
+        try:
+            with beside.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                beside.unlink()
+            raise

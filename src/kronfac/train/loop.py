@@ -1,0 +1,211 @@
+"""The loop: steps, evaluations, events and checkpoints, each at its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from kronfac.optimizer import Preconditioned
+from kronfac.train.clock import TrainingClock
+from kronfac.train.evaluation import Evaluation, evaluate
+from kronfac.train.events import Recorder
+from kronfac.train.memory import peak_bytes
+from kronfac.train.result import Reached, Result
+from kronfac.train.setup import Setup
+from kronfac.train.stepping import Stepper
+
+#: What ranks tell each other, beside numbers of signals, which are smaller.
+_NOT_FINITE = 1000
+
+Save = Callable[["Loop"], None]
+
+
+class Loop:
+    """Trains from where it is to the end, a signal, a failure or the target."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        record: Recorder,
+        *,
+        signal: Callable[[], int],
+        save: Save | None = None,
+        stop_at_target: bool = False,
+    ) -> None:
+        self.setup = setup
+        self.record = record
+        self.signal = signal
+        self.save = save
+        self.stop_at_target = stop_at_target
+        self.clock = TrainingClock(setup.device, setup.optimizer)
+        self.stepper = Stepper(setup, self.clock)
+        self.step = 0
+        count = sum(p.numel() for p in setup.plain.parameters())
+        self.result = Result(parameters=count, steps_per_epoch=setup.steps_per_epoch)
+        self._logged = (0, 0.0)
+        self._saved = -1
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train; the result is also complete when training has stopped early."""
+        setup, result = self.setup, self.result
+        self._logged = self.step, self.clock.seconds
+        self._saved = self.step
+        setup.plain.train()
+        flag = self._train() if not self._is_over() else 0
+        result.step, result.seconds = self.step, self.clock.seconds
+        result.memory = peak_bytes(setup.device)
+        if flag >= _NOT_FINITE:
+            self._fail()
+        elif flag:
+            result.status, result.signal = "stopped", flag
+            self._save()
+        else:
+            self._save()
+        self._finish()
+        return result
+
+    def _train(self) -> int:
+        """Returns why it ended: 0 for the end, else a flag that all ranks have agreed on."""
+        setup = self.setup
+        last = setup.steps - 1
+        self.clock.start()
+        for inputs, targets in setup.batches.iterate(self.step, setup.steps):
+            logs = (self.step + 1) % setup.job.train.log_every == 0 or self.step in (0, last)
+            timed = setup.device.type == "cpu" or logs
+            loss = self.stepper.take(self.step, inputs, targets, timed)
+            self.step += 1
+            flag = setup.ranks.agree(self._flag(loss, looks=timed))
+            train = setup.job.train
+            due = self._is_due(train.evaluate_every) or self._is_due(train.checkpoint_every)
+            if logs or due or flag:
+                flag = self._pause(loss, logs, flag)
+                if flag or self._is_over():
+                    return flag
+                self.clock.start()
+        return 0
+
+    def _pause(self, loss: Tensor, logs: bool, flag: int) -> int:
+        """Everything that is not training."""
+        self.clock.pause()
+        if logs:
+            self._log(loss)
+        due = self._is_due(self.setup.job.train.evaluate_every)
+        saves = self._is_due(self.setup.job.train.checkpoint_every)
+        if due or saves or self.step == self.setup.steps:
+            # What is saved or tested must be known to be sound on all ranks.
+            flag = max(flag, self.setup.ranks.agree_now(self._flag(loss, looks=True)))
+        if flag < _NOT_FINITE and due:
+            self._evaluate()
+        if not flag and saves:
+            self._save()
+        return flag
+
+    def _flag(self, loss: Tensor, looks: bool) -> int:
+        if looks and not math.isfinite(float(loss)):
+            return _NOT_FINITE
+        return self.signal()
+
+    def _is_due(self, epochs: float) -> bool:
+        """Whether a multiple of so many epochs ends with the last step, or training does."""
+        if not epochs:
+            return False
+        per = epochs * self.setup.steps_per_epoch
+        return self.step == self.setup.steps or math.floor(self.step / per + 1e-9) > math.floor(
+            (self.step - 1) / per + 1e-9
+        )
+
+    def _is_over(self) -> bool:
+        reached = self.stop_at_target and self.result.target is not None
+        return reached or self.step >= self.setup.steps
+
+    # --- what is told ---------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> float:
+        """Progress in epochs."""
+        return self.step / self.setup.steps_per_epoch
+
+    def _evaluate(self) -> None:
+        found = evaluate(self.setup, self.step, self.clock.seconds)
+        self.result.curve.append(found)
+        self.record("eval", epoch=self.epoch, **asdict(found))
+        if self.result.target is None and self._hits(found):
+            self.result.target = Reached(found.step, found.seconds)
+            self.record("target", **asdict(self.result.target))
+
+    def _hits(self, found: Evaluation) -> bool:
+        train = self.setup.job.train
+        if train.target_loss is not None and found.loss <= train.target_loss:
+            return True
+        return (
+            train.target is not None
+            and found.accuracy is not None
+            and found.accuracy >= train.target
+        )
+
+    def _log(self, loss: Tensor) -> None:
+        setup, seconds = self.setup, self.clock.seconds
+        [mean] = setup.ranks.total([float(loss)])
+        step, before = self._logged
+        self._logged = self.step, seconds
+        samples = (self.step - step) * setup.job.train.batch
+        phases = self.clock.take_phases()
+        for name, spent in phases.items():
+            self.result.phases[name] = self.result.phases.get(name, 0.0) + spent
+        self.record(
+            "step",
+            step=self.step,
+            epoch=self.epoch,
+            loss=mean / setup.ranks.size,
+            lr=setup.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            samples_per_second=samples / max(seconds - before, 1e-9),
+            memory=peak_bytes(setup.device),
+            phases=phases,
+            **_kfac_fields(setup.optimizer),
+        )
+
+    def _save(self) -> None:
+        if self.save is not None and self._saved != self.step:
+            self.save(self)
+            self._saved = self.step
+            self.record("checkpoint", step=self.step)
+
+    def _fail(self) -> None:
+        self.result.status = "failed"
+        kept = f"; the checkpoint of step {self._saved} stays" if self._saved > 0 else ""
+        self.result.message = (
+            f"the loss was not finite at step {self.step}{kept}; lower the learning rate, or raise "
+            "warm-up or damping."
+        )
+        self.record("failure", step=self.step, message=self.result.message)
+
+    def _finish(self) -> None:
+        result, optimizer = self.result, self.setup.optimizer
+        if isinstance(optimizer, Preconditioned):
+            result.stats = optimizer.stats()
+        self.record(
+            "finish",
+            status=result.status,
+            step=result.step,
+            seconds=result.seconds,
+            accuracy=result.accuracy,
+            loss=result.loss,
+            stats=result.stats,
+        )
+
+
+def _kfac_fields(optimizer: object) -> dict[str, Any]:
+    """What only K-FAC has."""
+    if not isinstance(optimizer, Preconditioned):
+        return {}
+    stats = optimizer.stats()
+    clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
+    momentum = optimizer._preconditioner.options.momentum
+    return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}

@@ -1,0 +1,62 @@
+"""Models by name: short definitions whose parameter counts equal the papers'."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from kronfac.train.errors import UserError
+from kronfac.train.models.cnn import CNN
+from kronfac.train.models.gpt import GPT
+from kronfac.train.models.mlp import MLP
+from kronfac.train.models.resnet import LAYERS, ResNet
+from kronfac.train.models.resnet_cifar import CifarResNet
+from kronfac.train.models.vit import ViT
+
+__all__ = ["CNN", "GPT", "MLP", "NAMES", "CifarResNet", "ResNet", "ViT", "build"]
+
+_CIFAR_DEPTHS = (8, 14, 20, 32, 44, 56, 110)
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": MLP,
+    "cnn": CNN,
+    **{f"resnet{depth}": partial(CifarResNet, depth) for depth in _CIFAR_DEPTHS},
+    **{f"resnet{depth}": partial(ResNet, depth) for depth in LAYERS},
+    "vit": ViT,
+    "gpt": GPT,
+}
+NAMES = tuple(_MODELS)
+_GIVEN_BY_DATA = ("num_classes", "sample_shape", "channels", "vocab", "length")
+
+
+def build(
+    name: str, *, num_classes: int, sample_shape: tuple[int, ...], **options: Any
+) -> nn.Module:
+    """The model ``name`` for this data; ``options`` are keywords of its class."""
+    if name not in _MODELS:
+        raise UserError(f"unknown model {name!r}; there are {', '.join(NAMES)}")
+    model = _MODELS[name]
+    parameters = inspect.signature(model).parameters
+    known = [option for option in parameters if option not in _GIVEN_BY_DATA]
+    for option in options:
+        if option not in known:
+            raise UserError(f"unknown option model.{option}: {name} has {', '.join(known)}")
+    _check_kind(name, sample_shape)
+    given = {
+        "num_classes": num_classes,
+        "sample_shape": tuple(sample_shape),
+        "channels": sample_shape[0],
+        "vocab": num_classes,
+        "length": sample_shape[-1],
+    }
+    return model(**{key: given[key] for key in parameters if key in given}, **options)
+
+
+def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:
+    wanted = {"gpt": 1, "mlp": len(sample_shape)}.get(name, 3)
+    if len(sample_shape) != wanted:
+        kind = "text, samples of [S]" if wanted == 1 else "images, samples of [C, H, W]"
+        raise UserError(f"{name} wants {kind}, but this data has samples of {list(sample_shape)}")

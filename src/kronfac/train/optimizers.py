@@ -1,0 +1,161 @@
+"""Optimizers of a recipe, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kronfac.distributed.scheme import Hybrid
+from kronfac.kfac import KFAC, param_groups
+from kronfac.selection import unwrap
+from kronfac.train.errors import UserError
+from kronfac.train.kfac_schedules import SCHEDULED, as_callable
+from kronfac.train.muon import muon_with_adamw
+from kronfac.train.options import KFAC_KEYS
+from kronfac.train.recipe import OptimizerPart
+
+
+class Steppable(Protocol):
+    """What the loop needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups whose learning rates the schedule sets."""
+        ...
+
+    def step(self) -> Any:
+        """Take a step."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear gradients."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint contains."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        ...
+
+
+def build(part: OptimizerPart, model: nn.Module, *, steps_per_epoch: int, kind: str) -> Steppable:
+    """The optimizer of a table for a model, wrapped or not; ``kind`` is that of the data.
+
+    Each group then has its ``initial_lr``, of which the schedule takes a share.
+    """
+    options = _tuples(part.options)
+    try:
+        optimizer = _build(part.kind, unwrap(model), model, options, steps_per_epoch, kind)
+    except (ValueError, TypeError) as error:
+        sentence = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"[optimizers.{part.name}]: {sentence}.") from error
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _build(
+    name: str,
+    plain: nn.Module,
+    model: nn.Module,
+    options: dict[str, Any],
+    steps_per_epoch: int,
+    kind: str,
+) -> Steppable:
+    if name == "sgd":
+        return torch.optim.SGD(plain.parameters(), **options)
+    if name == "adamw":
+        return torch.optim.AdamW(plain.parameters(), **options)
+    if name == "muon":
+        return _muon(plain, options)
+    if name == "soap":
+        return _soap(plain, options)
+    return _kfac(model, options, steps_per_epoch, kind)
+
+
+def _muon(model: nn.Module, options: dict[str, Any]) -> Steppable:
+    own, other = _split(options)
+    other.setdefault("lr", 1e-3)
+    other.setdefault("weight_decay", own.get("weight_decay", 0.0))
+    own.setdefault("weight_decay", 0.0)
+    return muon_with_adamw(model, own, other)
+
+
+def _soap(model: nn.Module, options: dict[str, Any]) -> Steppable:
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError as error:
+        raise UserError(
+            "optimizer 'soap' needs the package pytorch_optimizer: pip install pytorch_optimizer"
+        ) from error
+    optimizer: Optimizer = SOAP(model.parameters(), **options)
+    return optimizer
+
+
+def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str) -> Steppable:
+    own = {key: options[key] for key in KFAC_KEYS if key in options}
+    base = {key: value for key, value in options.items() if key not in own}
+    for name in SCHEDULED:
+        if name in own:
+            own[name] = as_callable(name, own[name], steps_per_epoch)
+    if own.get("rescale") == "none":  # TOML knows no None
+        own["rescale"] = None
+    if isinstance(own.get("distribute"), float):
+        own["distribute"] = Hybrid(own["distribute"])
+    if kind == "text":
+        own.setdefault("loss_average", "token")
+    groups = _kfac_groups(unwrap(model), base, own)
+    return KFAC(model, _kfac_base(groups, base), **own)
+
+
+def _kfac_groups(
+    model: nn.Module, base: Mapping[str, Any], own: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Parameters that K-FAC steps at its own length, and the others at theirs.
+
+    K-FAC's momentum does not reach the others, so that they get the same from the base optimizer.
+    """
+    if "other_lr" not in base and own.get("rescale") != "unit":
+        return [{"params": list(model.parameters()), "lr": base["lr"]}]
+    other: dict[str, Any] = {}
+    if base.get("base", "sgd") == "sgd":
+        other["momentum"] = base.get("other_momentum", own.get("momentum", 0.0))
+        other["nesterov"] = bool(own.get("nesterov", False) and other["momentum"])
+    if "other_weight_decay" in base:
+        other["weight_decay"] = base["other_weight_decay"]
+    chosen = {key: own[key] for key in ("include", "exclude") if key in own}
+    rate = base.get("other_lr", base["lr"])
+    return param_groups(model, lr=base["lr"], other_lr=rate, **chosen, **other)
+
+
+def _kfac_base(groups: list[dict[str, Any]], base: Mapping[str, Any]) -> Optimizer:
+    lr, decay = base["lr"], base.get("weight_decay", 0.0)
+    if base.get("base", "sgd") == "adamw":
+        options = {key: base[key] for key in ("betas", "eps") if key in base}
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=decay, **options)
+    return torch.optim.SGD(
+        groups,
+        lr=lr,
+        momentum=base.get("base_momentum", 0.0),
+        nesterov=base.get("base_nesterov", False),
+        weight_decay=decay,
+    )
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options for the main part, and those that begin with ``other_`` for the rest."""
+    mark = "other_"
+    own = {key: value for key, value in options.items() if not key.startswith(mark)}
+    other = {key[len(mark) :]: value for key, value in options.items() if key.startswith(mark)}
+    return own, other
+
+
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with tuples for TOML's lists, which torch wants for betas."""
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}

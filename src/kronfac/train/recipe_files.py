@@ -1,0 +1,98 @@
+"""Where recipes come from: shipped ones by name, others by path, both with changes."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kronfac.train.errors import UserError
+from kronfac.train.hints import nearest
+from kronfac.train.recipe import Recipe
+
+FOLDER = Path(__file__).parent / "recipes"
+#: Of these only one may be given, so that setting one removes the other.
+_EXCLUSIVE = {"epochs": "steps", "steps": "epochs"}
+
+
+def shipped() -> dict[str, Path]:
+    """Files of the recipes in this package, by name; those in a folder are ``folder/name``."""
+    found = sorted(FOLDER.rglob("*.toml"))
+    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in found}
+
+
+def find(name: str) -> Path:
+    """The file of a shipped recipe or of a path."""
+    known = shipped()
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.suffix == ".toml":
+        if path.is_file():
+            return path
+        raise UserError(f"there is no recipe file {name!r}; `kronfac recipes` lists what there is.")
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else "`kronfac recipes` lists what there is."
+    raise UserError(f"unknown recipe {name!r}; {hint}")
+
+
+def load(name: str, changes: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read a recipe by name or path, with changes such as ``"train.epochs=3"``."""
+    path = find(name)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    return change(Recipe.from_dict(_short_name(name, path), content), changes)
+
+
+def change(recipe: Recipe, changes: Iterable[str] | Mapping[str, Any]) -> Recipe:
+    """A recipe with some values set, by dotted keys: texts ``"key=value"``, or a mapping."""
+    if not isinstance(changes, Mapping):
+        changes = dict(parse(text) for text in changes)
+    content = copy.deepcopy(recipe.to_dict())
+    for key, value in changes.items():
+        _set(content, key, value)
+    return Recipe.from_dict(recipe.name, content)
+
+
+def parse(text: str) -> tuple[str, Any]:
+    """Split ``key=value``; the value is TOML, or a text without quotes."""
+    key, equals, value = text.partition("=")
+    key, value = key.strip(), value.strip()
+    if not equals or not key or not value:
+        raise UserError(f"--set {text!r} must look like key=value, for example train.epochs=3.")
+    try:
+        return key, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    place = content
+    for table in tables:
+        place = place.setdefault(table, {})
+        if not isinstance(place, dict):
+            raise UserError(f"cannot set {key!r}: {table!r} is a value and not a table.")
+    place[last] = value
+    if tables and tables[-1] == "train" and last in _EXCLUSIVE:
+        place.pop(_EXCLUSIVE[last], None)
+    if tables in (["train"], ["schedule"]):
+        _forget(content, tables[0], last)
+
+
+def _forget(content: dict[str, Any], part: str, key: str) -> None:
+    """What is set for all optimizers holds for all: their own values of the same key go."""
+    for table in content.get("optimizers", {}).values():
+        for name in (key, _EXCLUSIVE.get(key, key)):
+            table.get(part, {}).pop(name, None)
+
+
+def _short_name(name: str, path: Path) -> str:
+    """Names become folders of runs."""
+    return path.stem if name.endswith(".toml") else name.replace("/", "-")

@@ -1,0 +1,105 @@
+"""Everything that a run needs, built from a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kronfac.train import data, models, optimizers, schedules
+from kronfac.train.errors import UserError
+from kronfac.train.optimizers import Steppable
+from kronfac.train.ranks import Ranks
+from kronfac.train.recipe import Job, SchedulePart
+
+
+@dataclass
+class Setup:
+    """Data, model, optimizer and schedule of one run.
+
+    ``model`` is what the loop calls, with its wrappers; ``plain`` is what checkpoints know.
+    """
+
+    job: Job
+    ranks: Ranks
+    device: torch.device
+    source: Any
+    batches: Any
+    plain: nn.Module
+    model: nn.Module
+    optimizer: Steppable
+    rate: Callable[[float], float]
+    steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which all samples are seen once."""
+        return int(self.batches.steps_per_epoch)
+
+    @property
+    def metric(self) -> str:
+        """What the target is about."""
+        return "loss" if self.source.kind == "text" else "accuracy"
+
+
+def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None) -> Setup:
+    """Load the data and build the rest; all ranks come to the same weights."""
+    train = job.train
+    shares = ranks.size * train.micro_batches
+    if train.batch % shares:
+        raise UserError(
+            f"train.batch = {train.batch} cannot be divided over {ranks.size} rank(s) and "
+            f"{train.micro_batches} micro-batch(es); choose a multiple of {shares}."
+        )
+    sizes = {name: getattr(job.data, name) for name in ("train", "test")}
+    source = data.load(job.data.name, data_dir, **sizes, **job.data.options)
+    batches = data.Batches(
+        source,
+        train.batch,
+        seed=job.seed,
+        rank=ranks.rank,
+        world=ranks.size,
+        augment=job.data.augment,
+        device=device,
+    )
+    plain = _model(job, source, device)
+    model = _wrapped(plain, job, ranks, device)
+    count = int(batches.steps_per_epoch)
+    optimizer = optimizers.build(job.optimizer, model, steps_per_epoch=count, kind=source.kind)
+    steps = train.steps or max(1, round((train.epochs or 0.0) * count))
+    rate = _shape(job.schedule, steps / count)
+    return Setup(job, ranks, device, source, batches, plain, model, optimizer, rate, steps)
+
+
+def _model(job: Job, source: Any, device: torch.device) -> nn.Module:
+    torch.manual_seed(job.seed)
+    model: nn.Module = models.build(
+        job.model.name,
+        num_classes=source.num_classes,
+        sample_shape=source.sample_shape,
+        **job.model.options,
+    )
+    model = model.to(device)
+    if job.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> nn.Module:
+    model = plain
+    if job.train.compile:
+        model = torch.compile(model)  # type: ignore[assignment]
+    if ranks.size > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=ids)
+    return model
+
+
+def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
+    names = ("warmup", "warmup_from", "start", "end", "power", "milestones", "gamma")
+    return schedules.build(part.shape, total=total, **{name: getattr(part, name) for name in names})
