@@ -63,19 +63,27 @@ def load(
         _check_options(name, options, tuple(inspect.signature(make).parameters)[:-2])
         return make(**options, train=train, test=test)
     _check_options(name, options, ())
-    source = digits.read() if name == "digits" else _PUBLISHED[name][1](fetch(name, data_dir))
+    source = digits.read() if name == "digits" else _PUBLISHED[name][1](_locate(name, data_dir))
     return source.reduced(
         subset("train", source.train.labels, train), subset("test", source.test.labels, test)
     )
 
 
 def fetch(name: str, data_dir: Path | None = None) -> Path:
-    """The folder with the files of a published data set; downloads what is not there."""
+    """The folder with the files of a published data set, checked; downloads what is not there."""
     _check_name(name)
     if name == "digits":
         return Path(digits.__file__).parent
     if name in _GIVEN:
         raise UserError(f"{name} has nothing to fetch: it reads what data.path names")
+    folder = _locate(name, data_dir)
+    files = _PUBLISHED[name][0]
+    for file in files.sums:
+        files.read(folder, file)
+    return folder
+
+
+def _locate(name: str, data_dir: Path | None) -> Path:
     directory = data_directory(data_dir)
     files = _PUBLISHED[name][0]
     return files.find(directory) or download.download(files, directory)

@@ -81,9 +81,9 @@ _MAKERS: dict[str, Callable[..., Augmentation]] = {"flip": Flip, "crop": Crop, "
 
 def augmentation(spec: str) -> Augmentation:
     """What a recipe calls ``"flip"``, ``"crop"`` (by up to 4 pixels), ``"crop:2"`` or ``"erase"``."""
-    name, _, number = spec.partition(":")
-    if name not in _MAKERS or (number and (name != "crop" or not number.isdecimal())):
+    name, colon, number = spec.partition(":")
+    if name not in _MAKERS or (colon and (name != "crop" or not number.isdecimal())):
         raise UserError(
             f"unknown augmentation {spec!r}; there are 'flip', 'crop', 'crop:PIXELS' and 'erase'"
         )
-    return _MAKERS[name](int(number)) if number else _MAKERS[name]()
+    return _MAKERS[name](int(number)) if colon else _MAKERS[name]()

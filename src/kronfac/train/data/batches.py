@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -74,7 +75,8 @@ class Batches:
     def test(self, batch: int) -> Iterator[Batch]:
         """This rank's share of the test part, ``batch`` samples at a time."""
         first, last = (self.source.num_test * r // self.world for r in (self.rank, self.rank + 1))
-        return prefetch(self._test_batch, torch.arange(first, last).split(batch))
+        parts = torch.arange(first, last).split(batch) if first < last else ()
+        return prefetch(self._test_batch, parts)
 
     def _test_batch(self, indices: Tensor) -> Batch:
         return self._move(*self.source.test_batch(indices))
@@ -102,9 +104,9 @@ class Batches:
 
 def seeded(seed: int, stream: int, number: int) -> torch.Generator:
     """A generator of its own for each step or epoch of each stream."""
-    mixed = (seed * 2 + stream) * 0x9E3779B97F4A7C15 + number * 0xD1342543DE82EF95
-    mixed ^= (mixed & (2**64 - 1)) >> 29
-    return torch.Generator().manual_seed(mixed * 0xBF58476D1CE4E5B9 % 2**63)
+    # Torch seeds its generator by 32 bits only: neighbours must differ in all of them.
+    digest = hashlib.sha256(f"{seed} {stream} {number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
 
 
 def _slice(drawn: Drawn, mine: slice) -> Drawn:

@@ -47,8 +47,9 @@ def _each_file(files: FileSet, url: str, folder: Path) -> None:
         if stored(folder, name) is not None:
             continue
         with _temporary(folder, ".gz") as path:
-            _copy(url + name + ".gz", path)
-            files.check(Path(url + name + ".gz"), name, unpacked(path))
+            page = f"{url}{name}.gz"
+            _copy(page, path)
+            files.check(page, name, unpacked(path, page))
             _keep(path, folder / f"{name}.gz")
 
 
@@ -71,7 +72,7 @@ def _unpack(files: FileSet, url: str, packed: Path, folder: Path) -> None:
                     f"the archive {url} does not hold {name}, which {files.title} wants"
                 )
             content = opened.read()
-            files.check(Path(f"{name} in {url}"), name, content)
+            files.check(f"{name} in {url}", name, content)
             with _temporary(folder, ".part") as path:
                 path.write_bytes(content)
                 _keep(path, folder / name)

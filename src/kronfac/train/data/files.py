@@ -50,12 +50,12 @@ class FileSet:
         self.check(path, name, content)
         return content
 
-    def check(self, path: Path, name: str, content: bytes) -> None:
-        """Refuse a file with another checksum than the published one."""
+    def check(self, shown: Path | str, name: str, content: bytes) -> None:
+        """Refuse a file with another checksum than the published one; ``shown`` is its name."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sums[name]:
             raise UserError(
-                f"{path} is damaged or another file: its content should have sha256 "
+                f"{shown} is damaged or another file: its content should have sha256 "
                 f"{self.sums[name]} but has {found}; move it away and fetch it again"
             )
 
@@ -75,13 +75,15 @@ def stored(folder: Path, name: str) -> Path | None:
     return None
 
 
-def unpacked(path: Path) -> bytes:
-    """The content of a file that may be packed by gzip."""
+def unpacked(path: Path, shown: str | None = None) -> bytes:
+    """The content of a file that may be packed by gzip; ``shown`` is its name in sentences."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away and fetch it again") from error
+        raise UserError(
+            f"{shown or path} is damaged ({error}); move it away and fetch it again"
+        ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
 

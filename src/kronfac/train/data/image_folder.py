@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kronfac.train.data.crop_box import Box, centre_box, random_box
+from kronfac.train.data.crop_box import TRIES, Box, Tries, centre_box, random_box
 from kronfac.train.data.source import Batch, Drawn
 from kronfac.train.data.subset import subset
 from kronfac.train.errors import UserError
@@ -81,31 +81,29 @@ class ImageFolder:
         return self._batch(self.test, indices, [None] * len(indices))
 
     def draw(self, num: int, generator: torch.Generator) -> Drawn:
-        """``box``: float64 [N, 4], uniform numbers for area, shape and place of a crop."""
-        return {"box": torch.rand(num, 4, generator=generator, dtype=torch.float64)}
+        """``box``: float64 [N, 10, 4], uniform numbers for ten tries of a crop."""
+        return {"box": torch.rand(num, TRIES, 4, generator=generator, dtype=torch.float64)}
 
     def random_batch(self, indices: Tensor, drawn: Drawn) -> Batch:
         """Training images, cropped at random if this source does that, and labels."""
-        boxes: list[list[float] | None] = [None] * len(indices)
+        boxes: list[Tries | None] = [None] * len(indices)
         if self.crop == "random":
             boxes = drawn["box"].tolist()
         return self._batch(self.train, indices, boxes)
 
-    def _batch(self, part: FolderPart, indices: Tensor, boxes: list[list[float] | None]) -> Batch:
+    def _batch(self, part: FolderPart, indices: Tensor, boxes: list[Tries | None]) -> Batch:
         files = [part.files[i] for i in indices.tolist()]
         images = torch.stack(list(self._pool.map(self._decode, files, boxes)))
         floats = images.permute(0, 3, 1, 2).float().contiguous()
         return floats.mul_(self._scale).add_(self._shift), part.labels[indices]
 
-    def _decode(self, file: Path, numbers: list[float] | None) -> Tensor:
+    def _decode(self, file: Path, tries: Tries | None) -> Tensor:
         """One image as uint8 [H, W, C]."""
         from PIL import Image
 
         try:
             with Image.open(file) as image:
-                box = (
-                    centre_box(*image.size) if numbers is None else random_box(*image.size, numbers)
-                )
+                box = centre_box(*image.size) if tries is None else random_box(*image.size, tries)
                 pixels = _resized(image, box, self.size)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"{file} cannot be decoded as an image ({error})") from error
@@ -135,8 +133,8 @@ def read(
     train: int | None = None,
     test: int | None = None,
 ) -> ImageFolder:
-    """Find the images below ``path``; ``workers`` threads decode them (by default one per core)."""
-    _check(path, size, crop)
+    """Find the images below ``path``; ``workers`` threads decode them (default: cores, up to 8)."""
+    _check(path, size, crop, workers)
     root = Path(str(path)).expanduser()
     train_folder = _first_folder(root, ("train",))
     test_folder = _first_folder(root, ("val", "test"))
@@ -148,7 +146,7 @@ def read(
         classes,
         size=size,
         crop=crop,
-        workers=workers or os.cpu_count() or 1,
+        workers=workers or min(8, os.cpu_count() or 1),
     )
 
 
@@ -172,7 +170,7 @@ def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
     raise UserError(f"{root} holds no folder {' or '.join(names)} with a folder per class in it")
 
 
-def _check(path: str | Path | None, size: int, crop: str) -> None:
+def _check(path: str | Path | None, size: int, crop: str, workers: int | None) -> None:
     if path is None:
         raise UserError(
             "image-folder needs data.path, a folder with train/CLASS and val/CLASS in it"
@@ -181,6 +179,8 @@ def _check(path: str | Path | None, size: int, crop: str) -> None:
         raise UserError(f"data.size = {size!r} is not a number of pixels; give 1 or more")
     if crop not in ("random", "center"):
         raise UserError(f"data.crop = {crop!r} is unknown; there are 'random' and 'center'")
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise UserError(f"data.workers = {workers!r} is not a number of threads; give 1 or more")
     try:
         import PIL  # noqa: F401
     except ImportError as error:

@@ -16,7 +16,7 @@ _AHEAD = 2
 
 def prefetch(make: Callable[[K], T], keys: Iterable[K]) -> Iterator[T]:
     """``make(key)`` for each key in order; an exception of the thread is raised here."""
-    items: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(_AHEAD)
+    items: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
     room = threading.Semaphore(_AHEAD)
     stopped, single = threading.Event(), threading.Event()
 

@@ -44,6 +44,7 @@ def build(
     for option in options:
         if option not in known:
             raise UserError(f"unknown option model.{option}: {name} has {', '.join(known)}")
+        _check_value(option, options[option], parameters[option].default)
     _check_kind(name, sample_shape)
     given = {
         "num_classes": num_classes,
@@ -53,6 +54,23 @@ def build(
         "length": sample_shape[-1],
     }
     return model(**{key: given[key] for key in parameters if key in given}, **options)
+
+
+def _check_value(option: str, value: object, default: object) -> None:
+    """Options are numbers, switches or lists of numbers, as their defaults show."""
+    if isinstance(default, bool):
+        good, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        good, wanted = _is_count(value), "a whole number from 1"
+    else:
+        good = isinstance(value, list | tuple) and all(_is_count(item) for item in value)
+        wanted = "a list of whole numbers from 1"
+    if not good:
+        raise UserError(f"model.{option} = {value!r} is not {wanted}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:

@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from torch import nn
 
-from kronfac.train.errors import UserError
-
 
 class MLP(nn.Sequential):
     """Linear layers with ReLU between them, on flattened inputs.
@@ -23,8 +21,6 @@ class MLP(nn.Sequential):
     def __init__(
         self, num_classes: int, sample_shape: Sequence[int], hidden: Sequence[int] = (128, 128)
     ) -> None:
-        if isinstance(hidden, int) or any(width < 1 for width in hidden):
-            raise UserError(f"model.hidden = {hidden!r} is not a list of widths such as [128, 128]")
         widths = [math.prod(sample_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in pairwise(widths):
