@@ -5,6 +5,7 @@ from kronfac.damping import LevenbergMarquardt
 from kronfac.distributed.scheme import Distribute, Hybrid
 from kronfac.kfac import KFAC, param_groups
 from kronfac.layers import register_layer
+from kronfac.stale import StaleInterval
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Distribute",
     "Hybrid",
     "LevenbergMarquardt",
+    "StaleInterval",
     "__version__",
     "layers",
     "param_groups",

@@ -126,6 +126,10 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, running in state.running.items():
         if running.sum is not None and state.keeps(name):
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
+    for name, (last, before) in state.history.items():
+        entry[f"{name}.last"], entry[f"{name}.before"] = last, before
+    if state.compares:
+        entry["compared"] = torch.tensor(state.compared, dtype=torch.int64)
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
     if state.momentum is not None:
@@ -154,7 +158,9 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     entry = _own_part(state, entry)
     expected: dict[str, Shape] = {"momentum": state.layer.matrix_shape, "dropped": ()}
     for name, running in state.running.items():
-        expected |= {f"{name}.sum": running.statistic.sum_shape, f"{name}.count": ()}
+        whole = running.statistic.sum_shape
+        expected |= {f"{name}.sum": whole, f"{name}.count": ()}
+        expected |= {f"{name}.last": whole, f"{name}.before": whole}
     for name, shape in state.block.solution_shapes.items():
         expected[f"solution.{name}"] = shape
     for key, shape in expected.items():
@@ -195,6 +201,9 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if f"{name}.sum" in entry and state.keeps(name):
             running.sum = read(f"{name}.sum", dtype)
             running.count = read(f"{name}.count", count_dtype(device))
+        if f"{name}.last" in entry and state.keeps(name) and state.compares:
+            state.history[name] = (read(f"{name}.last", dtype), read(f"{name}.before", dtype))
+    _load_compared(state, entry)
     if "momentum" in entry and state.works:
         state.momentum = read("momentum", dtype)
     if "dropped" in entry:
@@ -213,3 +222,15 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
             "computed anew from the saved statistics at the next step.",
             stacklevel=2,
         )
+
+
+def _load_compared(state: LayerState, entry: Mapping[str, Any]) -> None:
+    """How many of the earlier statistics are true; none unless all that are kept here were read."""
+    if not state.compares:
+        return
+    sums = [name for name, one in state.running.items() if one.statistic.combine == "sum"]
+    kept = [name for name in sums if state.keeps(name)]
+    if "compared" in entry and all(name in state.history for name in kept):
+        state.compared = int(entry["compared"])
+    else:
+        state.forget_history()

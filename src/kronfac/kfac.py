@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronfac.config import (
-    Count,
     Fisher,
     Missing,
     Number,
@@ -32,6 +31,7 @@ from kronfac.methods.kfac import KFACBlock
 from kronfac.methods.unit_wise import UnitWiseBlock
 from kronfac.optimizer import Preconditioned
 from kronfac.selection import Selection
+from kronfac.stale import Interval, as_intervals
 
 
 class KFAC(Preconditioned):
@@ -43,7 +43,8 @@ class KFAC(Preconditioned):
         damping: γ in ``(G ⊗ A + γI)⁻¹``, in units of the loss's curvature; a
             :class:`kronfac.LevenbergMarquardt` adapts itself and needs ``step(closure)``.
         factor_every: steps between updates of the statistics.
-        refresh_every: steps between renewals of the solutions.
+        refresh_every: steps between renewals of the solutions; a :class:`kronfac.StaleInterval` adapts
+            itself to how fast the statistics change.
         decay: weight of the old statistics at each update; 0 keeps the newest, 1 is a plain mean.
         fisher: where output gradients come from: ``"empirical"`` (the loss), ``"mc"`` or ``"exact"``
             (the model's own distribution, see :meth:`observe`), ``"forward"`` (none: ``G = I``).
@@ -90,8 +91,8 @@ class KFAC(Preconditioned):
         base_optimizer: Optimizer,
         *,
         damping: Number | LevenbergMarquardt = 1e-4,
-        factor_every: Count = 10,
-        refresh_every: Count = 100,
+        factor_every: Interval = 10,
+        refresh_every: Interval = 100,
         decay: Number = 0.95,
         fisher: Fisher = "empirical",
         sharing: Sharing = "expand",
@@ -129,7 +130,8 @@ class KFAC(Preconditioned):
             on_missing=on_missing,
             max_grad_norm=max_grad_norm,
         )
-        schedules = Schedules(as_schedule(damping), factor_every, refresh_every, decay, momentum)
+        intervals = as_intervals(factor_every, refresh_every)
+        schedules = Schedules(as_schedule(damping), *intervals, decay, momentum)
         settings = as_distribute(distribute)
         super().__init__(model, base_optimizer, options, schedules, settings, process_group)
         self.grad_scaler = grad_scaler

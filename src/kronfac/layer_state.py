@@ -38,6 +38,8 @@ class LayerState:
         self.offset = 0
         #: Whether this rank observes the layer, and holds its solution.
         self.observed = self.works = True
+        #: Whether statistics are compared with those of earlier refreshes, which are then kept.
+        self.compares = False
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
         self._make_block = make_block
@@ -56,6 +58,13 @@ class LayerState:
         self.failures = 0
         self.failures_in_a_row = 0
         self.momentum: Tensor | None = None
+        self.forget_history()
+
+    def forget_history(self) -> None:
+        """Keep no statistics of earlier refreshes."""
+        #: Those of the last two refreshes, the newest first, and how many of them are true.
+        self.history: dict[str, tuple[Tensor, Tensor]] = {}
+        self.compared = 0
 
     @property
     def name(self) -> str:
@@ -92,7 +101,7 @@ class LayerState:
     def kept_bytes(self) -> int:
         """Bytes of the statistics that this rank keeps, once they exist."""
         kept = (one.shape for name, one in self.block.statistics.items() if self.keeps(name))
-        return bytes_of(kept, self.layer.factor_dtype)
+        return bytes_of(kept, self.layer.factor_dtype) * (3 if self.compares else 1)
 
     @property
     def held_bytes(self) -> int:
@@ -109,6 +118,9 @@ class LayerState:
         for name, running in self.running.items():
             if self.keeps(name):
                 running.allocate(dtype, device)
+                if self.compares and running.sum is not None and name not in self.history:
+                    empty = torch.zeros_like(running.sum)
+                    self.history[name] = (empty, empty.clone())
         if self.solution is None and self.works:
             self.solution = {
                 name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kronfac import checkpoint
-from kronfac.config import Count, Number, Options, Schedules, check_scaler
+from kronfac.config import Number, Options, Schedules, check_scaler
 from kronfac.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
 from kronfac.distributed.agreement import (
     check_gradients,
@@ -47,10 +47,12 @@ from kronfac.refusals import (
     check_lever,
     check_model,
     check_ranks,
+    check_stagger,
     check_tensors,
 )
 from kronfac.scaling import calling_scaler
 from kronfac.selection import outermost, plain_name, unwrap
+from kronfac.stale import Interval, StaleInterval, as_given, as_intervals
 from kronfac.summary import describe
 from kronfac.trial import Trial
 
@@ -320,24 +322,28 @@ class Preconditioned(Optimizer, Joinable, ABC):
         self._set("damping", as_schedule(value))
 
     @property
-    def factor_every(self) -> Count:
+    def factor_every(self) -> Interval:
         """Steps between updates of the statistics."""
-        value: Count = self._get("factor_every")
-        return value
+        return as_given(self._get("factor_every"))
 
     @factor_every.setter
-    def factor_every(self, value: Count) -> None:
-        self._set("factor_every", value)
+    def factor_every(self, value: Interval) -> None:
+        if isinstance(value, StaleInterval) and value == self.refresh_every:
+            self._set("factor_every", self._get("refresh_every"))
+        else:
+            self._set("factor_every", as_intervals(value, self.refresh_every)[0])
 
     @property
-    def refresh_every(self) -> Count:
-        """Steps between renewals of the solutions."""
-        value: Count = self._get("refresh_every")
-        return value
+    def refresh_every(self) -> Interval:
+        """Steps between renewals of the solutions; ``stats()["refresh_every"]`` is its value now."""
+        return as_given(self._get("refresh_every"))
 
     @refresh_every.setter
-    def refresh_every(self, value: Count) -> None:
-        self._set("refresh_every", value)
+    def refresh_every(self, value: Interval) -> None:
+        factor, refresh = as_intervals(self.factor_every, value)
+        check_stagger(self._preconditioner.options.stagger, refresh)
+        self._preconditioner.schedules.set("factor_every", factor)
+        self._set("refresh_every", refresh)
 
     @property
     def decay(self) -> Number:
@@ -442,6 +448,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
         - ``steps``, ``factor_updates``, ``refreshes``: completed steps, updates of the statistics,
           solutions that were made (one for each layer);
+        - ``refresh_every``, its value now; ``refresh_lengthened`` and ``refresh_shortened``, what an
+          interval that adapts itself has done;
         - ``damping``, its value now; ``damping_raised``, ``damping_lowered`` and ``damping_rejected``,
           what a damping that adapts itself has done;
         - ``kl_clip_steps``, ``kl_clip_active``: steps with ``rescale="kl-clip"``, and those that it

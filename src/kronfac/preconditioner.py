@@ -32,10 +32,11 @@ from kronfac.missing import Missing
 from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.quadratic import QuadraticModel
-from kronfac.refusals import check_curvature, check_lever, check_plain_steps
+from kronfac.refusals import check_curvature, check_lever, check_plain_steps, check_stagger
 from kronfac.rescale import Update, graft_factors, kl_clip_factor, kl_clip_sum, unit_factor
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
+from kronfac.stale import AdaptiveInterval, compare
 from kronfac.statistics import Normaliser
 
 #: Refreshes of one layer that may fail in a row before training stops.
@@ -55,6 +56,7 @@ class Preconditioner:
         make_block: BlockFactory,
     ) -> None:
         check_lever(schedules.get("damping"), options.rescale)
+        check_stagger(options.stagger, schedules.get("refresh_every"))
         self.model = model
         self.options = options
         self.schedules = schedules
@@ -98,6 +100,7 @@ class Preconditioner:
             )
             check_curvature(self.schedules.get("damping"), [state])
             state.note = selection.notes.get(layer.name, "")
+            state.compares = self._adaptive() is not None
             self.layers[layer.key] = state
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
@@ -209,6 +212,11 @@ class Preconditioner:
 
     def reschedule(self) -> None:
         """Take a changed interval into account, from the next forward on."""
+        compares = self._adaptive() is not None
+        for state in self.layers.values():
+            if state.compares and not compares:
+                state.forget_history()
+            state.compares = compares
         if not self.capture.forward_seen and not self.detached:
             self.capture.due = self.clock.factor_due()
             self._announce()
@@ -301,12 +309,18 @@ class Preconditioner:
             elif source == "gradient" and pending.gradients is not None:
                 running.add(total, pending.gradients)
 
+    def _adaptive(self) -> AdaptiveInterval | None:
+        interval = self.schedules.get("refresh_every")
+        return interval if isinstance(interval, AdaptiveInterval) else None
+
     def _may_refresh(self, state: LayerState) -> bool:
         return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
 
     def _refresh(self, taken: bool) -> None:
         """Solve anew for the layers that are due."""
         damping = float(self.schedules.at("damping", self.clock.step))
+        interval = self._adaptive()
+        judged = interval is not None and interval.due(self.clock.step)
         due = [
             state
             for state in self.layers.values()
@@ -327,6 +341,17 @@ class Preconditioner:
             self._missing.report_unseen(state for state in due if state not in solutions)
         elif taken and not self.team.settings.deferred:
             self.team.consolidate(list(self.layers.values()))
+        if interval is not None and judged and due:
+            self._judge(interval, due)
+
+    def _judge(self, interval: AdaptiveInterval, due: Sequence[LayerState]) -> None:
+        """Adapt the interval to what has changed since the last refreshes, alike on all ranks."""
+        votes = compare(due, interval.rule.tolerance)
+        if self.team is not None:
+            votes = self.team.world.total(votes)
+        verdict = interval.judge(votes.tolist(), self.clock.step)
+        if verdict != "kept":
+            self.count(f"refresh_{verdict}")
 
     def _solve_here(self, state: LayerState, damping: float) -> None:
         if any(running.sum is None for running in state.running.values()):
@@ -433,6 +458,9 @@ class Preconditioner:
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),
             "kl_clip_active": counters.get("kl_clip_active", 0),
+            "refresh_every": int(self.schedules.at("refresh_every", self.clock.step)),
+            "refresh_lengthened": counters.get("refresh_lengthened", 0),
+            "refresh_shortened": counters.get("refresh_shortened", 0),
             "damping": float(self.schedules.at("damping", self.clock.step)),
             "damping_raised": counters.get("damping_raised", 0),
             "damping_lowered": counters.get("damping_lowered", 0),
@@ -462,6 +490,8 @@ class Preconditioner:
             shared["random"] = random
         if isinstance(damping, AdaptiveDamping):
             shared["damping"] = torch.tensor(damping.current, dtype=torch.float64)
+        if (interval := self._adaptive()) is not None:
+            shared["interval"] = interval.entry()
         for (parameter, _), state in self.layers.items():
             entry = found.setdefault(names[parameter], {})
             entry |= checkpoint.layer_entry(state) | shared
@@ -480,6 +510,8 @@ class Preconditioner:
         damping = self.schedules.get("damping")
         if isinstance(damping, AdaptiveDamping):
             damping.resume(entries.values())
+        if (interval := self._adaptive()) is not None:
+            interval.resume(entries.values())
         if self.quadratic is not None:
             self.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
         for entry in entries.values():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from kronfac.damping import AdaptiveDamping, LevenbergMarquardt
 from kronfac.layer_state import LayerState
 from kronfac.layers import Layer
+from kronfac.stale import AdaptiveInterval
 
 
 def check_model(model: object) -> None:
@@ -95,6 +96,15 @@ def check_curvature(damping: object, states: Iterable[LayerState]) -> None:
                 f"damping=LevenbergMarquardt(...) needs the undamped curvature of every layer, which "
                 f"layer {state.name!r} ({state.block.label}) does not keep; give solver='eigen'."
             )
+
+
+def check_stagger(stagger: bool, refresh_every: object) -> None:
+    """Raise if layers are to be refreshed one after another, but together as well."""
+    if stagger and isinstance(refresh_every, AdaptiveInterval):
+        raise ValueError(
+            "stagger=True spreads refreshes over an interval, but refresh_every=StaleInterval(...) "
+            "compares all layers at the same steps; choose one of the two."
+        )
 
 
 def check_plain_steps(rescale: str | None, groups: Iterable[Mapping[str, Any]]) -> None:

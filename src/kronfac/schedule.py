@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kronfac.config import Schedules
+from kronfac.stale import AdaptiveInterval
 
 #: From this interval on, the first one also refreshes at t = 1, 2, 4, 8, ...
 EARLY_FROM = 10
@@ -21,7 +22,10 @@ class Clock:
 
     def factor_due(self) -> bool:
         """Whether statistics are taken at the current step."""
-        return self.early() or self._on_grid("factor_every", self.last_factor)
+        if self.early() or self._on_grid("factor_every", self.last_factor):
+            return True
+        interval = self.schedules.get("refresh_every")
+        return isinstance(interval, AdaptiveInterval) and interval.due(self.step)
 
     def mark_factor(self) -> None:
         """Record that statistics were taken; early ones between do not move the grid."""
@@ -33,7 +37,13 @@ class Clock:
         return self.early() or self.refresh_on_grid(last)
 
     def refresh_on_grid(self, last: int | None) -> bool:
-        """Whether it is due on the grid, and not only early."""
+        """Whether it is due on the grid, and not only early.
+
+        An interval that adapts is one for all layers, whenever each of them began.
+        """
+        interval = self.schedules.get("refresh_every")
+        if isinstance(interval, AdaptiveInterval):
+            return last is None or interval.due(self.step)
         return self._on_grid("refresh_every", last)
 
     def _on_grid(self, interval: str, last: int | None) -> bool:

@@ -79,8 +79,9 @@ def shape_of(parameter: nn.Parameter) -> str:
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:
-    """Options as text that can be compared; of callables only that they are."""
-    return {
-        name: "a callable" if callable(value) and not isinstance(value, type) else repr(value)
-        for name, value in values.items()
-    }
+    """Options as text that can be compared; of callables only the rule that they follow, if any."""
+    return {name: _described(getattr(value, "rule", value)) for name, value in values.items()}
+
+
+def _described(value: Any) -> str:
+    return "a callable" if callable(value) and not isinstance(value, type) else repr(value)

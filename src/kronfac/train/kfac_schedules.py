@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kronfac.stale import StaleInterval
 from kronfac.train.errors import UserError
 from kronfac.train.hints import advice
 
@@ -30,8 +31,17 @@ class Steps:
         return max(1, round(value)) if self.whole else value
 
 
-def as_callable(name: str, value: Any, steps_per_epoch: int) -> float | int | Callable[[int], Any]:
-    """A number as it is, a table ``{ start, factor, epochs }`` as a function of the step."""
+def as_callable(
+    name: str, value: Any, steps_per_epoch: int
+) -> float | int | Callable[[int], Any] | StaleInterval:
+    """A number as it is, a table ``{ start, factor, epochs }`` as a function of the step.
+
+    Intervals may also be ``"stale"`` or ``{ stale = 0.1, maximum = 50 }``: they adapt themselves.
+    """
+    if SCHEDULED.get(name) and (
+        value == "stale" or (isinstance(value, Mapping) and "stale" in value)
+    ):
+        return _stale(name, value)
     if not isinstance(value, Mapping):
         return value  # type: ignore[no-any-return]
     known = ("start", "factor", "epochs")
@@ -47,3 +57,15 @@ def as_callable(name: str, value: Any, steps_per_epoch: int) -> float | int | Ca
             "{ start = 0.001, factor = 0.5, epochs = [25, 35] }."
         ) from error
     return Steps(start, factor, epochs, steps_per_epoch, SCHEDULED.get(name, False))
+
+
+def _stale(name: str, value: Any) -> StaleInterval:
+    options = {"stale": 0.1} if value == "stale" else dict(value)
+    known = ("stale", "initial", "maximum", "share")
+    for key in options:
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in the interval {name}; {advice(key, known)}")
+    try:
+        return StaleInterval(options.pop("stale"), **options)
+    except ValueError as error:
+        raise UserError(f"{name} = {value!r}: {error}") from error
