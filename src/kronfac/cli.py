@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kronfac.train import commands
 from kronfac.train.errors import UserError
@@ -61,7 +62,11 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(_say(UserError(f"{message}; see `{self.prog} --help`"), WRONG))
 
 
-def _parser() -> argparse.ArgumentParser:
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[_Parser]
+
+
+def _parser() -> _Parser:
     parser = _Parser(
         prog="kronfac",
         description="Train models with K-FAC and other optimizers, and look at what came out.",
@@ -78,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _train(subparsers: Commands) -> None:
     parser = subparsers.add_parser("train", help="run a recipe with one optimizer")
     _common(parser)
     parser.add_argument("--optimizer", metavar="NAME", help="a table of the recipe")
@@ -96,14 +101,16 @@ def _train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.set_defaults(command=commands.train)
 
 
-def _compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _compare(subparsers: Commands) -> None:
     parser = subparsers.add_parser("compare", help="run a recipe with several optimizers and seeds")
     _common(parser)
     parser.add_argument(
         "--optimizers", metavar="A,B,...", help="tables of the recipe; all of them by default"
     )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many (default: 1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs; must not exist")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the runs; must not exist"
+    )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with such a folder")
     parser.add_argument("--no-report", action="store_true", help="write no report at the end")
     parser.set_defaults(command=commands.compare)
@@ -111,7 +118,11 @@ def _compare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", nargs="?", default="digits", metavar="RECIPE", help="name or .toml (default: digits)"
+        "recipe",
+        nargs="?",
+        default="digits",
+        metavar="RECIPE",
+        help="name or .toml (default: digits)",
     )
     parser.add_argument(
         "--set",
@@ -133,33 +144,40 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
-def _report(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _report(subparsers: Commands) -> None:
     parser = subparsers.add_parser("report", help="write report.html and pictures of runs")
     parser.add_argument("run", nargs="+", type=Path, metavar="RUN", help="run or compare folders")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: the folder itself if it is one, else report"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="default: the folder itself if it is one, else report",
     )
     parser.add_argument("--title", metavar="TEXT", help="of the page")
     parser.set_defaults(command=commands.report)
 
 
-def _recipes(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _recipes(subparsers: Commands) -> None:
     parser = subparsers.add_parser("recipes", help="list recipes, or print one")
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this one")
     parser.set_defaults(command=commands.recipes)
 
 
-def _data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _data(subparsers: Commands) -> None:
     parser = subparsers.add_parser("data", help="list data sets, or fetch one")
     parser.add_argument("name", nargs="?", metavar="NAME", help="fetch this one")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where to")
     parser.set_defaults(command=commands.data)
 
 
-def _plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _plan(subparsers: Commands) -> None:
     parser = subparsers.add_parser("plan", help="predict what K-FAC costs on many ranks")
     parser.add_argument(
-        "recipe", nargs="?", default="digits", metavar="RECIPE", help="name or .toml (default: digits)"
+        "recipe",
+        nargs="?",
+        default="digits",
+        metavar="RECIPE",
+        help="name or .toml (default: digits)",
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
@@ -169,7 +187,12 @@ def _plan(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--latency", type=float, default=50.0, metavar="X", help="microseconds (default: 50)"
     )
     parser.add_argument(
-        "--set", action="append", default=[], dest="changes", metavar="KEY=VALUE", help="as of train"
+        "--set",
+        action="append",
+        default=[],
+        dest="changes",
+        metavar="KEY=VALUE",
+        help="as of train",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
     parser.set_defaults(command=commands.plan)

@@ -11,7 +11,7 @@ from kronfac.train import comparison, data_sets, group, launch, planning, progre
 from kronfac.train.errors import UserError
 from kronfac.train.events import Listener
 from kronfac.train.folder import RunFolder, free_path, last_run, run_name
-from kronfac.train.ranks import Ranks
+from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.result import Result
 from kronfac.train.run import Origin
@@ -100,9 +100,7 @@ def data(options: Namespace) -> int:
 def plan(options: Namespace) -> int:
     """``kronfac plan``."""
     recipe = recipe_files.load(options.recipe, options.changes)
-    lines = planning.plan(
-        recipe, options.ranks, options.gbit, options.latency, options.data_dir
-    )
+    lines = planning.plan(recipe, options.ranks, options.gbit, options.latency, options.data_dir)
     print("\n".join(lines))
     return 0
 
@@ -145,7 +143,7 @@ def _on_ranks(options: Namespace) -> int | None:
 def _new_folder(recipe: Recipe, options: Namespace) -> Path:
     job = recipe.job(options.optimizer, options.seed)
     name = run_name(recipe.name, job.optimizer.name, job.seed)
-    path: Path = Ranks().on_first(lambda: free_path(options.runs, name))
+    path: Path = current().on_first(lambda: free_path(options.runs, name))
     return path
 
 

@@ -6,13 +6,14 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from kronfac.train import launch
 from kronfac.train.errors import UserError
 from kronfac.train.events import Event, Listener, read
 from kronfac.train.folder import RunFolder, free_path, run_name
-from kronfac.train.ranks import Ranks
+from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.run import Origin, train
 
@@ -28,13 +29,13 @@ def run(
 
     Optimizers take turns within each seed, so that a change of the machine's speed meets all of them.
     """
-    ranks = Ranks()
+    ranks = current()
     folder: Path = ranks.on_first(lambda: _folder(recipe, options))
     first = recipe.train.seed
     for seed in range(first, first + options.seeds):
         for name in names:
             place = folder / run_name(recipe.name, name, seed)
-            known = ranks.on_first(lambda place=place: _known(place))
+            known = ranks.on_first(partial(_known, place))
             if known == "finished":
                 continue
             result = train(

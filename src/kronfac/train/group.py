@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ def _watch_launcher() -> None:
         return
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)  # not sys.stdin: Python cannot end while a thread holds its buffer
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -146,7 +146,7 @@ class Screen(Progress):
             self._drawn = 0
 
     def _bar(self, width: int = 16) -> str:
-        full = round(width * self.step["step"] / self.start["steps"])
+        full = int(width * self.step["step"] / self.start["steps"])
         return "[" + "#" * full + "." * (width - full) + "]"
 
 
