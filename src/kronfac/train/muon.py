@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -26,7 +26,7 @@ class FlatMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Hand the gradients of the weights to their views, and step."""
         for matrix, weight in zip(self.matrices, self.weights, strict=True):
-            matrix.grad = None if weight.grad is None else weight.grad.reshape(matrix.shape)
+            matrix.grad = None if weight.grad is None else _rows(weight, weight.grad)
         return super().step(closure)  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -95,4 +95,15 @@ def hidden_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _as_matrix(weight: nn.Parameter) -> nn.Parameter:
     """A matrix that shares the weight's memory, so that a step on one is a step on the other."""
-    return nn.Parameter(weight.detach().view(weight.shape[0], -1))
+    matrix = nn.Parameter(_rows(weight, weight.detach()))
+    assert matrix.data_ptr() == weight.data_ptr()
+    return matrix
+
+
+def _rows(weight: Tensor, values: Tensor) -> Tensor:
+    """``values`` as one row per output channel, in the order in which ``weight`` lies in memory.
+
+    The order of columns does not matter to Muon.
+    """
+    inner = sorted(range(1, weight.dim()), key=lambda dim: -weight.stride(dim))
+    return values.permute(0, *inner).reshape(len(weight), -1)

@@ -27,16 +27,20 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class DataPart:
-    """[data]: its name, how much of it, augmentation; further keys are the source's own options."""
+    """[data]: its name, how much of it, augmentation; further keys are the source's own options.
+
+    ``holdout`` training samples are kept apart and tested on instead of the test set.
+    """
 
     name: str
     train: int | None = None
     test: int | None = None
+    holdout: int | None = None
     augment: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("train", "test"):
+        for name in ("train", "test", "holdout"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"data.{name} = {value} must be at least 1; leave it out for all.")

@@ -58,6 +58,8 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
         )
     sizes = {name: getattr(job.data, name) for name in ("train", "test")}
     source = data.load(job.data.name, data_dir, **sizes, **job.data.options)
+    if job.data.holdout is not None:
+        source = data.HeldOut(source, job.data.holdout)
     batches = data.Batches(
         source,
         train.batch,

@@ -15,13 +15,16 @@ from kronfac.train.data.subset import check_size
 from kronfac.train.errors import UserError
 
 DEFAULT_SIZE = 4_000_000
+#: Neighbouring windows that stay in one part.
+_RUN = 64
+_SEED = 20151219  # any fixed number: parts must be the same in every run
 
 
 class Text:
     """Windows of ``length`` bytes; the target of each byte is the byte after it.
 
-    The last tenth of the text is the test part. ``train`` and ``test`` keep only the first so many
-    windows of a part.
+    Every tenth run of neighbouring windows is for testing, so that both parts hold the same kinds of
+    text. ``train`` and ``test`` keep only so many windows of a part, the first of a fixed shuffle.
     """
 
     name = "text"
@@ -33,25 +36,31 @@ class Text:
     ) -> None:
         if not isinstance(length, int) or length < 1:
             raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
-        boundary = len(content) - len(content) // 10
+        count = max(0, len(content) - 1) // length
+        if count < 10:
+            raise UserError(
+                f"the text is too short: {len(content)} bytes hold {count} windows of {length} "
+                "bytes, and 10 are needed; give more text or a smaller data.length"
+            )
         self.sample_shape: tuple[int, ...] = (length,)
-        self._train = _as_tensor(content[:boundary], length)
-        self._test = _as_tensor(content[boundary:], length)
-        self.num_train = _num_windows(self._train, length, "train", train)
-        self.num_test = _num_windows(self._test, length, "test", test)
+        self._content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        tested = torch.arange(count) // min(_RUN, count // 10) % 10 == 9
+        self._train = _shuffled("train", (~tested).nonzero()[:, 0], train)
+        self._test = _shuffled("test", tested.nonzero()[:, 0], test)
+        self.num_train, self.num_test = len(self._train), len(self._test)
 
     def train_batch(self, indices: Tensor) -> Batch:
         """Tokens [N, S] of training windows and the tokens that follow."""
-        return self._windows(self._train, indices)
+        return self._windows(self._train[indices])
 
     def test_batch(self, indices: Tensor) -> Batch:
         """Tokens [N, S] of test windows and the tokens that follow."""
-        return self._windows(self._test, indices)
+        return self._windows(self._test[indices])
 
-    def _windows(self, part: Tensor, indices: Tensor) -> Batch:
+    def _windows(self, numbers: Tensor) -> Batch:
         length = self.sample_shape[0]
-        places = (indices * length)[:, None] + torch.arange(length + 1)
-        tokens = part[places].long()
+        places = (numbers * length)[:, None] + torch.arange(length + 1)
+        tokens = self._content[places].long()
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -92,18 +101,11 @@ def _files(path: Path | None) -> Iterator[Path]:
         raise UserError(f"data.path = {str(path)!r} is neither a file nor a folder of text")
 
 
-def _as_tensor(content: bytes, length: int) -> Tensor:
-    if len(content) <= length:
-        raise UserError(
-            f"the text is too short: a part of {len(content)} bytes (the test part is a tenth of "
-            f"all) holds no window of {length} bytes; give more text or a smaller data.length"
-        )
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _num_windows(part: Tensor, length: int, what: str, wanted: int | None) -> int:
-    available = (len(part) - 1) // length
+def _shuffled(what: str, numbers: Tensor, wanted: int | None) -> Tensor:
+    """Windows in a fixed random order, only the first ``wanted`` of them."""
+    generator = torch.Generator().manual_seed(_SEED)
+    order = numbers[torch.randperm(len(numbers), generator=generator)]
     if wanted is None:
-        return available
-    check_size(what, wanted, available)
-    return wanted
+        return order
+    check_size(what, wanted, len(order))
+    return order[:wanted]
