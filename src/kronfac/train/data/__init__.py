@@ -55,10 +55,13 @@ def load(
         data_dir: by default ``$KRONFAC_DATA``, else ``kronfac`` in the user's cache directory.
         train: use only so many training samples: the first of a fixed shuffle, classes alike.
         test: the same of the test part.
-        options: of ``"image-folder"`` (path, size, crop, workers) and ``"text"`` (path, length, size).
+        options: of ``"image-folder"`` (path, by default the data directory; size, crop, workers) and
+            ``"text"`` (path, by default Python's own library; length, size).
     """
     _check_name(name)
     if name in _GIVEN:
+        if name == "image-folder":
+            options = {"path": data_directory(data_dir), **options}
         make = _GIVEN[name]
         _check_options(name, options, tuple(inspect.signature(make).parameters)[:-2])
         return make(**options, train=train, test=test)

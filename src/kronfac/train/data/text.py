@@ -66,7 +66,7 @@ def read(
     if not isinstance(size, int) or size < 1:
         raise UserError(f"data.size = {size!r} is not a number of bytes; give 1 or more")
     content = bytearray()
-    for file in _files(None if path is None else Path(path).expanduser()):
+    for file in _files(None if path is None else Path(str(path)).expanduser()):
         try:
             content += file.read_bytes()
         except OSError as error:
