@@ -47,6 +47,7 @@ def test_classes_are_the_folders_by_name(folder):
 
 def test_the_data_directory_is_the_default_path(folder):
     assert data.load("image-folder", folder, size=16).num_train == 12
+    assert data.load("image-folder", folder.parent, path=folder.name, size=16).num_train == 12
 
 
 def test_a_subset_has_all_classes(folder):

@@ -126,7 +126,7 @@ def _resized(image: Image, box: Box, size: int) -> bytes:
 
 
 def read(
-    path: str | Path,
+    path: Path,
     size: int = 224,
     crop: str = "random",
     workers: int | None = None,
@@ -135,9 +135,8 @@ def read(
 ) -> ImageFolder:
     """Find the images below ``path``; ``workers`` threads decode them (default: cores, up to 8)."""
     _check(size, crop, workers)
-    root = Path(str(path)).expanduser()
-    train_folder = _first_folder(root, ("train",))
-    test_folder = _first_folder(root, ("val", "test"))
+    train_folder = _first_folder(path, ("train",))
+    test_folder = _first_folder(path, ("val", "test"))
     classes = sorted(folder.name for folder in train_folder.iterdir() if folder.is_dir())
     parts = _scan(train_folder, classes), _scan(test_folder, classes)
     return ImageFolder(
