@@ -14,7 +14,7 @@ from kronfac.kfac import KFAC, param_groups
 from kronfac.selection import unwrap
 from kronfac.train.errors import UserError
 from kronfac.train.kfac_schedules import SCHEDULED, as_callable
-from kronfac.train.muon import muon_with_adamw
+from kronfac.train.muon import Pair, muon_with_adamw
 from kronfac.train.options import KFAC_KEYS
 from kronfac.train.recipe import OptimizerPart
 
@@ -111,7 +111,11 @@ def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind:
     if kind == "text":
         own.setdefault("loss_average", "token")
     groups = _kfac_groups(unwrap(model), base, own)
-    return KFAC(model, _kfac_base(groups, base), **own)
+    if base.get("other", "same") == "same":
+        return KFAC(model, _kfac_base(groups, base), **own)
+    matrices, *rest = groups
+    kfac = KFAC(model, _kfac_base([matrices], base), **own)
+    return Pair(kfac, _adamw_on_rest(rest, base))
 
 
 def _kfac_groups(
@@ -132,6 +136,17 @@ def _kfac_groups(
     chosen = {key: own[key] for key in ("include", "exclude") if key in own}
     rate = base.get("other_lr", base["lr"])
     return param_groups(model, lr=base["lr"], other_lr=rate, **chosen, **other)
+
+
+def _adamw_on_rest(groups: list[dict[str, Any]], base: Mapping[str, Any]) -> Optimizer | None:
+    """AdamW for what K-FAC does not step: embeddings and norms."""
+    if not groups:
+        return None
+    options = {"lr": base.get("other_lr", base["lr"])}
+    options |= {"weight_decay": base.get("other_weight_decay", 0.0)}
+    if "other_betas" in base:
+        options["betas"] = base["other_betas"]
+    return torch.optim.AdamW([{"params": group["params"]} for group in groups], **options)
 
 
 def _kfac_base(groups: list[dict[str, Any]], base: Mapping[str, Any]) -> Optimizer:

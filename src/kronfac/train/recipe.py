@@ -120,6 +120,7 @@ class SchedulePart:
     Args:
         shape: ``"constant"``, ``"linear"``, ``"cosine"``, ``"polynomial"`` or ``"steps"``.
         warmup: epochs of linear rise.
+        warmup_share: the same as a share of all epochs.
         warmup_from: the factor at which it begins.
         start: epoch at which the fall begins.
         end: epoch at which it ends.
@@ -131,6 +132,7 @@ class SchedulePart:
 
     shape: str = "linear"
     warmup: float = 0.0
+    warmup_share: float = 0.0
     warmup_from: float = 0.0
     start: float | None = None
     end: float | None = None
@@ -138,6 +140,12 @@ class SchedulePart:
     milestones: tuple[float, ...] | None = None
     gamma: float | None = None
     tied_momentum: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_share < 1:
+            raise UserError(f"schedule.warmup_share = {self.warmup_share} must be in [0, 1).")
+        if self.warmup and self.warmup_share:
+            raise UserError("[schedule] has both 'warmup' and 'warmup_share'; give one of them.")
 
 
 @dataclass(frozen=True)

@@ -103,5 +103,7 @@ def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> 
 
 
 def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
-    names = ("warmup", "warmup_from", "start", "end", "power", "milestones", "gamma")
-    return schedules.build(part.shape, total=total, **{name: getattr(part, name) for name in names})
+    names = ("warmup_from", "start", "end", "power", "milestones", "gamma")
+    options = {name: getattr(part, name) for name in names}
+    warmup = part.warmup or part.warmup_share * total
+    return schedules.build(part.shape, total=total, warmup=warmup, **options)

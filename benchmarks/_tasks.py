@@ -1,0 +1,50 @@
+"""What optimizers are compared on: the recipes of the same names, their targets and search spaces.
+
+Every optimizer has the same budget: as many learning rates, as many lengths of the schedule, the same seeds,
+the same shape of schedule. What a table of the recipe says beside the learning rate (momentum, weight
+decay, damping, intervals) is the usual advice for that optimizer, and is the same for both image tasks.
+"""
+
+from dataclasses import dataclass
+
+OPTIMIZERS = ("sgd", "adamw", "muon", "soap", "kfac")
+#: Seeds of tuning and of the tables; they never meet.
+TUNING_SEEDS = (100, 101)
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe with a search space: learning rates of each optimizer, steps of a schedule."""
+
+    name: str
+    rates: dict[str, tuple[float, ...]]
+    lengths: tuple[int, ...]
+    first_length: int  # at which learning rates are tried
+    margin: float  # by which tuning must pass the target, so that other seeds reach it too
+
+
+_IMAGE_RATES = {
+    "sgd": (0.025, 0.05, 0.1, 0.2),
+    "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "muon": (0.025, 0.05, 0.1, 0.2),
+    "soap": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "kfac": (0.025, 0.05, 0.1, 0.2),
+}
+_TEXT_RATES = {
+    "sgd": (0.05, 0.1, 0.2, 0.4),
+    "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "muon": (0.01, 0.02, 0.04, 0.08),
+    "soap": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "kfac": (0.005, 0.01, 0.02, 0.04),
+}
+_LENGTHS = (80, 120, 160, 220, 300, 400, 560, 720)
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, margin=0.005),
+        Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, margin=0.005),
+        Task("text", _TEXT_RATES, _LENGTHS, 220, margin=0.01),
+    )
+}
