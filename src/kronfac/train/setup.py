@@ -101,5 +101,10 @@ def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> 
 
 
 def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
+    if part.warmup and part.warmup >= total:
+        raise UserError(
+            f"schedule.warmup = {part.warmup:g} epochs is not shorter than the run, {total:g} epochs; "
+            "train longer, or set a shorter one."
+        )
     names = ("warmup", "warmup_from", "start", "end", "power", "milestones", "gamma")
     return schedules.build(part.shape, total=total, **{name: getattr(part, name) for name in names})
