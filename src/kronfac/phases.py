@@ -9,11 +9,19 @@ from contextlib import contextmanager
 import torch
 
 
+class Seconds(dict[str, float]):
+    """Seconds by phase; ``layers`` has those that were measured for single layers, by name and phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, dict[str, float]] = {}
+
+
 class Phases:
     """Marks phases for ``torch.profiler`` and, inside :meth:`timed`, adds up their seconds."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] | None = None
+        self._seconds: Seconds | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,9 +38,22 @@ class Phases:
                 seconds[name] = seconds.get(name, 0.0) + _now() - started
 
     @contextmanager
-    def timed(self) -> Iterator[dict[str, float]]:
+    def layer(self, phase: str, name: str) -> Iterator[None]:
+        """Mark the part of a phase that is about one layer; free unless phases are timed."""
+        if self._seconds is None:
+            yield
+            return
+        own = self._seconds.layers.setdefault(name, {})
+        started = _now()
+        try:
+            yield
+        finally:
+            own[phase] = own.get(phase, 0.0) + _now() - started
+
+    @contextmanager
+    def timed(self) -> Iterator[Seconds]:
         """Time all phases inside; the device is waited for at both ends of each of them."""
-        before, seconds = self._seconds, dict[str, float]()
+        before, seconds = self._seconds, Seconds()
         self._seconds = seconds
         try:
             yield seconds

@@ -332,7 +332,8 @@ class Preconditioner:
         if self.team is None:
             with self.phases("refresh"):
                 for state in due:
-                    self._solve_here(state, damping)
+                    with self.phases.layer("refresh", state.name):
+                        self._solve_here(state, damping)
         elif due:
             solutions = self.team.solve(due, damping)
             for state, solution in solutions.items():

@@ -27,7 +27,7 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole or not at all: beside it first, then in its place."""
     beside = path.with_name(path.name + ".part")
     with explained(path):

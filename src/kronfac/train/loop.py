@@ -51,7 +51,7 @@ class Loop:
 
     # --- the run --------------------------------------------------------------------------------
 
-    def run(self) -> Result:
+    def run(self, before_finish: Callable[[], None] = lambda: None) -> Result:
         """Train; the result is also complete when training has stopped early."""
         setup, result = self.setup, self.result
         self._logged = self.step, self.clock.seconds
@@ -67,6 +67,7 @@ class Loop:
             self._save()
         else:
             self._save()
+        before_finish()
         self._finish()
         return result
 

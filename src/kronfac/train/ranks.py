@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from kronfac.train.errors import UserError
 
 
 class Ranks:
@@ -68,10 +71,17 @@ class Ranks:
         dist.gather_object(value, found, group=self._flags)
         return found or []
 
-    def from_first(self, value: Any) -> Any:
-        """The value of the first rank, on all of them."""
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """What the first rank's work returns, on all ranks; what a user got wrong fails on all."""
         if self.size == 1:
-            return value
-        box = [value]
+            return work()
+        box: list[Any] = [None, None]
+        if self.first:
+            try:
+                box[0] = work()
+            except UserError as error:
+                box[1] = str(error)
         dist.broadcast_object_list(box, src=0, group=self._flags)
+        if box[1] is not None:
+            raise UserError(box[1])
         return box[0]

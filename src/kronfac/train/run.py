@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kronfac.train.events import Listener, Recorder
+from kronfac.optimizer import Preconditioned
+from kronfac.train import checkpointing, environment, loggers
+from kronfac.train.errors import UserError
+from kronfac.train.events import EventFile, Listener, Recorder
+from kronfac.train.folder import RunFolder
+from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
 from kronfac.train.ranks import Ranks
-from kronfac.train.recipe import Recipe
+from kronfac.train.recipe import Job, Recipe
 from kronfac.train.result import Result
-from kronfac.train.setup import prepare
+from kronfac.train.setup import Setup, prepare
+from kronfac.train.signals import Interruption
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a run was started, for its ``config.json``."""
+
+    changes: Sequence[str] = ()
+    command: Sequence[str] = field(default_factory=lambda: list(sys.argv))
 
 
 def train(
@@ -22,10 +40,13 @@ def train(
     seed: int | None = None,
     out: Path | str | None = None,
     *,
+    resume: Path | str | None = None,
     data_dir: Path | str | None = None,
     device: str | torch.device | None = None,
     stop_at_target: bool = False,
     listeners: Iterable[Listener] = (),
+    log: Sequence[str] = (),
+    origin: Origin | None = None,
 ) -> Result:
     """Run a recipe with one optimizer and one seed.
 
@@ -33,26 +54,150 @@ def train(
         recipe: what to train; :func:`kronfac.train.recipe_files.load` reads one.
         optimizer: a table of the recipe; by default the one that it names.
         seed: by default the recipe's.
-        out: the run folder to write; without it nothing is written.
+        out: the run folder to write, which must not exist; without it nothing is written.
+        resume: a run folder to go on with instead, to the same numbers.
         data_dir: where data sets are.
         device: by default a GPU if there is one.
         stop_at_target: end when the recipe's target is reached.
-        listeners: called with every event.
+        listeners: called with every event, on the first rank.
+        log: names of :data:`kronfac.train.loggers.LOGGERS`.
+        origin: what ``config.json`` tells about the start.
+
+    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step.
     """
     job = recipe.job(optimizer, seed)
-    ranks = Ranks()
-    where = choose_device(device)
+    folder = _folder(out, resume)
+    loggers.check(log)
+    ranks, where = Ranks(), choose_device(device)
+    saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
     with isolated(job.train.deterministic and where.type == "cuda"):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
-        record = Recorder(listeners if ranks.first else ())
-        loop = Loop(setup, record, signal=lambda: 0, stop_at_target=stop_at_target)
-        return loop.run()
+        run = _Run(setup, folder, stop_at_target, list(listeners))
+        run.restore(saved)
+        if folder is not None:
+            ranks.on_first(lambda: run.open(resume is None, log, origin or Origin()))
+        return run.go()
+
+
+class _Run:
+    """A loop with its folder."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        folder: RunFolder | None,
+        stop_at_target: bool,
+        listeners: list[Listener],
+    ) -> None:
+        self.setup, self.folder = setup, folder
+        self.file: EventFile | None = None
+        self.record = Recorder(listeners if setup.ranks.first else [])
+        self.interruption = Interruption()
+        self.resumed: int | None = None
+        self.loop = Loop(
+            setup,
+            self.record,
+            signal=self.interruption,
+            save=None if folder is None else self._save,
+            stop_at_target=stop_at_target,
+        )
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; without one, from the start."""
+        if saved and self.folder is not None:
+            checkpointing.restore(self.loop, saved, self.folder.checkpoint)
+        if saved is not None:
+            self.resumed = self.loop.step
+
+    def open(self, new: bool, log: Sequence[str], origin: Origin) -> None:
+        """Make the folder, or open it again; only on the first rank."""
+        assert self.folder is not None
+        setup, folder = self.setup, self.folder
+        config = _config(setup.job, origin)
+        if new:
+            folder.create()
+            folder.write_json("config.json", config)
+            folder.write_json("environment.json", environment.describe(setup.ranks, setup.device))
+            folder.write("summary.txt", _summary(setup) + "\n")
+        self.file = EventFile(folder.events)
+        made = [loggers.LOGGERS[name](folder.path, config) for name in log]
+        self.record.listeners[:0] = [self.file, *made]
+
+    def go(self) -> Result:
+        """Run the loop; whatever ends it leaves a last event."""
+        try:
+            handling = self.interruption if self.folder is not None else nullcontext()
+            with handling, self._noted_warnings():
+                self.record("start", **self._start_fields())
+                result = self.loop.run(self._describe)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        finally:
+            if self.file is not None:
+                self.file.close()
+        result.folder = None if self.folder is None else self.folder.path
+        return result
+
+    def _save(self, loop: Loop) -> None:
+        assert self.folder is not None
+        checkpointing.save(self.folder.checkpoint, loop)
+
+    def _start_fields(self) -> dict[str, Any]:
+        setup, job = self.setup, self.setup.job
+        text = setup.metric == "loss"
+        return {
+            "recipe": job.recipe,
+            "optimizer": job.optimizer.name,
+            "kind": job.optimizer.kind,
+            "seed": job.seed,
+            "world": setup.ranks.size,
+            "parameters": self.loop.result.parameters,
+            "steps": setup.steps,
+            "steps_per_epoch": setup.steps_per_epoch,
+            "batch": job.train.batch,
+            "target": job.train.target_loss if text else job.train.target,
+            "metric": setup.metric,
+            "resumed": self.resumed,
+        }
+
+    def _describe(self) -> None:
+        """Tell what K-FAC did with each layer."""
+        optimizer = self.setup.optimizer
+        if isinstance(optimizer, Preconditioned):
+            self.record("layers", **describe_layers(optimizer, self.loop.clock.layers))
+
+    def _note_failure(self, error: BaseException) -> None:
+        """The cause of the end is more important than that it can be written down."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        with suppress(UserError, ValueError):
+            self.record("failure", step=self.loop.step, message=message)
+
+    @contextmanager
+    def _noted_warnings(self) -> Iterator[None]:
+        """Make warnings events, for those who listen."""
+        if not self.record.listeners:
+            yield
+            return
+        with warnings.catch_warnings():
+
+            def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+                self.record("warning", step=self.loop.step, message=str(message))
+
+            warnings.showwarning = show
+            yield
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
     """The device of this rank."""
     if device is not None:
-        return torch.device(device)
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise UserError(f"--device {device!r} is unknown; choose cpu or cuda.") from error
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: there is no usable GPU; choose cpu.")
+        return chosen
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -70,3 +215,42 @@ def isolated(deterministic: bool) -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def _folder(out: Path | str | None, resume: Path | str | None) -> RunFolder | None:
+    if out is not None and resume is not None:
+        raise UserError("give either an output folder or one to resume, and not both.")
+    if resume is not None:
+        return RunFolder(Path(resume))
+    if out is None:
+        return None
+    folder = RunFolder(Path(out))
+    folder.check_new()
+    return folder
+
+
+def _saved(folder: RunFolder, job: Job) -> dict[str, Any]:
+    """The checkpoint of a folder; nothing if the run ended before its first one."""
+    config = folder.read_config()
+    checkpointing.check_job(config["settings"], job, folder.path)
+    if not folder.checkpoint.is_file():
+        return {}
+    content = checkpointing.load(folder.checkpoint)
+    checkpointing.check_job(content["job"], job, folder.checkpoint)
+    return content
+
+
+def _config(job: Job, origin: Origin) -> dict[str, Any]:
+    return {
+        "recipe": job.recipe,
+        "optimizer": job.optimizer.name,
+        "seed": job.seed,
+        "settings": job.to_dict(),
+        "changes": list(origin.changes),
+        "command": list(origin.command),
+    }
+
+
+def _summary(setup: Setup) -> str:
+    optimizer: Any = setup.optimizer
+    return "\n".join(str(one) for one in getattr(optimizer, "members", [optimizer]))

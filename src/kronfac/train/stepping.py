@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kronfac.train.clock import TrainingClock
+from kronfac.train.mixup import RunningMixup
+from kronfac.train.schedules import TiedMomentum
 from kronfac.train.setup import Setup
+from kronfac.train.weight_rescaling import WeightRescaling
 
 
 class Stepper:
@@ -20,12 +23,20 @@ class Stepper:
     def __init__(self, setup: Setup, clock: TrainingClock) -> None:
         self.setup = setup
         self.clock = clock
+        train = setup.job.train
+        self.mixup = _mixup(setup) if train.mixup else None
+        self._rescaling = WeightRescaling(setup.plain) if train.weight_rescaling else None
+        self._momentum: TiedMomentum | None = None
+        if setup.job.schedule.tied_momentum:
+            self._momentum = TiedMomentum(setup.optimizer)  # type: ignore[arg-type]
 
     def take(self, step: int, inputs: Tensor, targets: Tensor, timed: bool) -> Tensor:
         """Train on one batch; returns the loss of this rank, on its device."""
         self._seed(step)
         self._set_rates(step)
         optimizer = self.setup.optimizer
+        if self.mixup is not None:
+            inputs, targets = self.mixup.mix(step, inputs, targets)
         with self.clock.split(timed) as times:
             optimizer.zero_grad()
             loss = self._accumulate(inputs, targets)
@@ -33,6 +44,8 @@ class Stepper:
             if (bound := self.setup.job.train.clip) > 0:
                 torch.nn.utils.clip_grad_norm_(self.setup.plain.parameters(), bound)
             optimizer.step()
+            if self._rescaling is not None:
+                self._rescaling.apply()
             times.step_done()
         return loss
 
@@ -45,6 +58,8 @@ class Stepper:
         factor = self.setup.rate((step + 0.5) / self.setup.steps_per_epoch)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+        if self._momentum is not None:
+            self._momentum.update()
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         count = self.setup.job.train.micro_batches
@@ -73,6 +88,17 @@ class Stepper:
         with torch.autocast(self.setup.device.type, torch.bfloat16, enabled=half):
             outputs = self.setup.model(inputs)
             return cross_entropy(outputs, targets, train.label_smoothing)
+
+
+def _mixup(setup: Setup) -> RunningMixup:
+    return RunningMixup(
+        setup.job.train.mixup,
+        setup.source.num_classes,
+        batch=setup.job.train.batch,
+        seed=setup.job.seed,
+        rank=setup.ranks.rank,
+        world=setup.ranks.size,
+    )
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:

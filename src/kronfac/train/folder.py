@@ -1,0 +1,85 @@
+"""The folder that a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kronfac.train import disk
+from kronfac.train.errors import UserError
+from kronfac.train.events import read
+
+
+class RunFolder:
+    """``config.json``, ``environment.json``, ``summary.txt``, ``events.jsonl`` and ``checkpoint.pt``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events = path / "events.jsonl"
+        self.checkpoint = path / "checkpoint.pt"
+        self.config = path / "config.json"
+
+    def check_new(self) -> None:
+        """Raise if there is something already."""
+        if self.path.exists():
+            raise UserError(
+                f"{self.path} exists already and is left as it is; choose another --out, or "
+                "continue it with --resume."
+            )
+
+    def create(self) -> None:
+        """Make the folder; one that is there already is never touched."""
+        self.check_new()
+        with disk.explained(self.path):
+            self.path.mkdir(parents=True)
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write one of the small files."""
+        self.write(name, json.dumps(content, indent=2, default=str) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file."""
+        disk.replace(self.path / name, lambda file: file.write(text.encode()))
+
+    def read_config(self) -> dict[str, Any]:
+        """What the run was started with."""
+        try:
+            content: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise UserError(f"{self.path} is no run folder: it has no config.json.") from error
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(f"{self.config} cannot be read or is damaged.") from error
+        return content
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end, well or badly."""
+        last = [one for one in read(self.events) if one.get("event") in ("start", "finish")]
+        return bool(last) and last[-1]["event"] == "finish" and last[-1]["status"] != "stopped"
+
+
+def run_name(recipe: str, optimizer: str, seed: int) -> str:
+    """The usual name of a run folder."""
+    return f"{recipe}-{optimizer}-s{seed}"
+
+
+def free_path(root: Path, name: str) -> Path:
+    """``root/name``, or the first of ``name-2``, ``name-3``, ... that does not exist."""
+    path, number = root / name, 1
+    while path.exists():
+        number += 1
+        path = root / f"{name}-{number}"
+    return path
+
+
+def last_run(root: Path, name: str) -> Path:
+    """The newest folder of this name that has a checkpoint."""
+    found = [root / name, *root.glob(f"{name}-[0-9]*")]
+    saved = [path / "checkpoint.pt" for path in found if (path / "checkpoint.pt").is_file()]
+    if not saved:
+        raise UserError(
+            f"there is no run {root / name} with a checkpoint to resume; name its folder with "
+            "--resume FOLDER, or start one without --resume."
+        )
+    return max(saved, key=lambda path: path.stat().st_mtime_ns).parent
