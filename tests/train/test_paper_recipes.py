@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import kronfac
 from kronfac.train import models, optimizers
 from kronfac.train.checkpointing import collect, restore
+from kronfac.train.errors import UserError
 from kronfac.train.events import Recorder
+from kronfac.train.kfac_schedules import as_callable
 from kronfac.train.loop import Loop
 from kronfac.train.ranks import Ranks
 from kronfac.train.recipe import Recipe
@@ -87,6 +90,25 @@ def test_damping_and_intervals_of_sc20_follow_the_epochs() -> None:
     assert [optimizer.damping(step) for step in (0, 399, 400)] == [0.001, 0.001, 0.0005]
     assert [optimizer.refresh_every(step) for step in (0, 249, 250)] == [100, 100, 1000]
     assert [optimizer.factor_every(step) for step in (0, 249, 250)] == [10, 10, 10]
+
+
+STALE: list[tuple[Any, kronfac.StaleInterval]] = [
+    ("stale", kronfac.StaleInterval()),
+    ({"stale": 0.2, "maximum": 7, "share": 1.0}, kronfac.StaleInterval(0.2, maximum=7, share=1.0)),
+]
+
+
+@pytest.mark.parametrize(("value", "rule"), STALE)
+def test_intervals_of_a_recipe_may_adapt_themselves(
+    value: Any, rule: kronfac.StaleInterval
+) -> None:
+    assert as_callable("refresh_every", value, 10) == rule
+
+
+@pytest.mark.parametrize("value", [{"stale": 0.1, "maxmum": 7}, {"stale": -1.0}])
+def test_a_wrong_interval_is_a_sentence(value: Any) -> None:
+    with pytest.raises(UserError, match=r"refresh_every.*maximum|tolerance=-1"):
+        as_callable("refresh_every", value, 10)
 
 
 # --- first steps --------------------------------------------------------------------------------
