@@ -53,6 +53,7 @@ def collect(loop: Loop) -> dict[str, Any]:
         "curve": [[e.step, e.seconds, e.loss, e.accuracy] for e in result.curve],
         "target": None if result.target is None else [result.target.step, result.target.seconds],
         "phases": dict(result.phases),
+        "layers": {name: dict(seconds) for name, seconds in loop.clock.layers.items()},
     }
 
 
@@ -131,6 +132,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.result.curve = [Evaluation(*one) for one in content["curve"]]
     loop.result.target = None if content["target"] is None else Reached(*content["target"])
     loop.result.phases = dict(content["phases"])
+    loop.clock.layers = content["layers"]
 
 
 def _settle_buckets(loop: Loop, step: int) -> None:

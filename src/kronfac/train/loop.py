@@ -58,6 +58,7 @@ class Loop:
         self._saved = self.step
         setup.plain.train()
         flag = self._train() if not self._is_over() else 0
+        setup.ranks.settle()
         result.step, result.seconds = self.step, self.clock.seconds
         result.memory = peak_bytes(setup.device)
         if flag >= _NOT_FINITE:

@@ -11,6 +11,17 @@ from torch import Tensor, nn
 
 from kronfac.train.errors import UserError
 
+_joined: tuple[Any, Ranks] | None = None
+
+
+def current() -> Ranks:
+    """The ranks of this process's group, the same object for as long as there is this group."""
+    global _joined
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _joined is None or _joined[0] is not group:
+        _joined = group, Ranks()
+    return _joined[1]
+
 
 class Ranks:
     """The ranks that train one model."""
@@ -48,6 +59,10 @@ class Ranks:
     def agree_now(self, flag: int) -> int:
         """The largest flag of any rank."""
         return max(self.agree(flag), self._collect())
+
+    def settle(self) -> None:
+        """Wait for the flag that is still on its way."""
+        self._collect()
 
     def _collect(self) -> int:
         if self._sent is None:

@@ -19,7 +19,7 @@ from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
-from kronfac.train.ranks import Ranks
+from kronfac.train.ranks import current
 from kronfac.train.recipe import Job, Recipe
 from kronfac.train.result import Result
 from kronfac.train.setup import Setup, prepare
@@ -68,7 +68,7 @@ def train(
     job = recipe.job(optimizer, seed)
     folder = _folder(out, resume)
     loggers.check(log)
-    ranks, where = Ranks(), choose_device(device)
+    ranks, where = current(), choose_device(device)
     saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
     with isolated(job.train.deterministic and where.type == "cuda"):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))

@@ -1,0 +1,184 @@
+"""What each command does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from kronfac.train import comparison, data_sets, group, launch, planning, progress, recipe_files
+from kronfac.train.errors import UserError
+from kronfac.train.events import Listener
+from kronfac.train.folder import RunFolder, free_path, last_run, run_name
+from kronfac.train.ranks import current
+from kronfac.train.recipe import Recipe
+from kronfac.train.result import Result
+from kronfac.train.run import Origin
+from kronfac.train.run import train as run_recipe
+
+
+def train(options: Namespace) -> int:
+    """``kronfac train``."""
+    resume = None if options.resume is None else _resumed(options)
+    changes = _changes(options)
+    if resume is not None:
+        changes = [*_saved_changes(resume), *changes]
+    recipe = recipe_files.load(options.recipe, changes)
+    recipe.check_optimizer(options.optimizer or recipe.optimizer)
+    if options.out is not None:
+        RunFolder(options.out).check_new()
+    if (code := _on_ranks(options)) is not None:
+        return code
+    with group.joined():
+        out = None if resume else options.out or _new_folder(recipe, options)
+        result = run_recipe(
+            recipe,
+            options.optimizer,
+            options.seed,
+            out,
+            resume=resume,
+            data_dir=options.data_dir,
+            device=options.device,
+            stop_at_target=options.stop_at_target,
+            listeners=_listeners(options),
+            log=_names(options.log),
+            origin=Origin(changes),
+        )
+    return _report_end(result)
+
+
+def compare(options: Namespace) -> int:
+    """``kronfac compare``."""
+    changes = _changes(options)
+    if options.resume is not None:
+        changes = [*_saved_changes(_any_run(options.resume)), *changes]
+    recipe = recipe_files.load(options.recipe, changes)
+    names = _names(options.optimizers or ",".join(recipe.optimizers))
+    for name in names:
+        recipe.check_optimizer(name)
+    if options.seeds < 1:
+        raise UserError(f"--seeds {options.seeds} must be at least 1.")
+    if options.out is not None:
+        RunFolder(options.out).check_new()
+    if (code := _on_ranks(options)) is not None:
+        return code
+    with group.joined():
+        return comparison.run(recipe, names, options, changes, _listeners(options))
+
+
+def report(options: Namespace) -> int:
+    """``kronfac report``."""
+    from kronfac import report as pictures
+
+    out = options.out or (options.run[0] if len(options.run) == 1 else Path("report"))
+    print(pictures.write(options.run, out, title=options.title))
+    return 0
+
+
+def recipes(options: Namespace) -> int:
+    """``kronfac recipes``."""
+    if options.name is not None:
+        print(recipe_files.find(options.name).read_text(encoding="utf-8"), end="")
+        return 0
+    known = recipe_files.shipped()
+    width = max(len(name) for name in known)
+    for name in known:
+        print(f"{name:{width}}  {recipe_files.load(name).description}")
+    return 0
+
+
+def data(options: Namespace) -> int:
+    """``kronfac data``."""
+    if options.name is None:
+        print("\n".join(data_sets.overview(options.data_dir)))
+    else:
+        print(data_sets.fetch(options.name, options.data_dir))
+    return 0
+
+
+def plan(options: Namespace) -> int:
+    """``kronfac plan``."""
+    recipe = recipe_files.load(options.recipe, options.changes)
+    lines = planning.plan(recipe, options.ranks, options.gbit, options.latency, options.data_dir)
+    print("\n".join(lines))
+    return 0
+
+
+# --- what train and compare share ----------------------------------------------------------------
+
+
+def _changes(options: Namespace) -> list[str]:
+    """Short flags are changes as well, and come last."""
+    changes = list(options.changes)
+    if options.epochs is not None:
+        changes.append(f"train.epochs={options.epochs}")
+    if options.batch is not None:
+        changes.append(f"train.batch={options.batch}")
+    if getattr(options, "lr", None) is not None:
+        name = options.optimizer or recipe_files.load(options.recipe, changes).optimizer
+        changes.append(f"optimizers.{name}.lr={options.lr}")
+    return changes
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _listeners(options: Namespace) -> list[Listener]:
+    return [] if options.quiet else [progress.make()]
+
+
+def _on_ranks(options: Namespace) -> int | None:
+    """Start ranks if there are to be several and this is none of them; their exit code."""
+    if options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc} must be at least 1.")
+    if options.nproc == 1 or group.LAUNCHED in os.environ:
+        return None
+    if group.world_size() > 1:
+        raise UserError("--nproc starts ranks by itself; leave it out under torchrun.")
+    return launch.launch(options.arguments, options.nproc)
+
+
+def _new_folder(recipe: Recipe, options: Namespace) -> Path:
+    job = recipe.job(options.optimizer, options.seed)
+    name = run_name(recipe.name, job.optimizer.name, job.seed)
+    path: Path = current().on_first(lambda: free_path(options.runs, name))
+    return path
+
+
+def _resumed(options: Namespace) -> Path:
+    if options.out is not None:
+        raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
+    if options.resume:
+        return Path(options.resume)
+    recipe = recipe_files.load(options.recipe)
+    job = recipe.job(options.optimizer, options.seed)
+    return last_run(options.runs, run_name(recipe.name, job.optimizer.name, job.seed))
+
+
+def _saved_changes(folder: Path) -> list[str]:
+    """How the recipe was changed when the run was started, so that nobody has to say it again."""
+    return [str(one) for one in RunFolder(folder).read_config().get("changes", [])]
+
+
+def _any_run(folder: Path) -> Path:
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
+    if not found:
+        raise UserError(f"{folder} holds no runs, so that nothing can be resumed.")
+    return found[0]
+
+
+def _report_end(result: Result) -> int:
+    if group.world_size() > 1 and int(os.environ["RANK"]) > 0:
+        return _code(result)
+    if result.status == "failed":
+        print(f"kronfac: {result.message}", file=sys.stderr)
+    print(result.folder)
+    return _code(result)
+
+
+def _code(result: Result) -> int:
+    if result.status == "stopped":
+        return 128 + result.signal
+    return launch.FAILED if result.status == "failed" else launch.DONE

@@ -1,0 +1,115 @@
+"""Several optimizers and seeds on one recipe, one run after the other."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from kronfac.train import launch
+from kronfac.train.errors import UserError
+from kronfac.train.events import Event, Listener, read
+from kronfac.train.folder import RunFolder, free_path, run_name
+from kronfac.train.ranks import current
+from kronfac.train.recipe import Recipe
+from kronfac.train.run import Origin, train
+
+
+def run(
+    recipe: Recipe,
+    names: Sequence[str],
+    options: Namespace,
+    changes: Sequence[str],
+    listeners: Sequence[Listener],
+) -> int:
+    """Run everything that is not done yet, then write the report; returns the exit code.
+
+    Optimizers take turns within each seed, so that a change of the machine's speed meets all of them.
+    """
+    ranks = current()
+    folder: Path = ranks.on_first(lambda: _folder(recipe, options))
+    first = recipe.train.seed
+    for seed in range(first, first + options.seeds):
+        for name in names:
+            place = folder / run_name(recipe.name, name, seed)
+            known = ranks.on_first(partial(_known, place))
+            if known == "finished":
+                continue
+            result = train(
+                recipe,
+                name,
+                seed,
+                None if known else place,
+                resume=place if known else None,
+                data_dir=options.data_dir,
+                device=options.device,
+                stop_at_target=options.stop_at_target,
+                listeners=listeners,
+                log=[one for one in options.log.split(",") if one],
+                origin=Origin(changes),
+            )
+            if result.status == "failed" and ranks.first:
+                print(f"kronfac: {result.message}", file=sys.stderr)
+            if result.status == "stopped":
+                if ranks.first:
+                    print(f"continue with: kronfac compare {recipe.name} --resume {folder}")
+                return 128 + result.signal
+    if ranks.first:
+        _tell(folder, names, report=not options.no_report)
+    return launch.DONE
+
+
+def _folder(recipe: Recipe, options: Namespace) -> Path:
+    if options.resume is not None:
+        return Path(options.resume)
+    return Path(options.out or free_path(options.runs, f"{recipe.name}-compare"))
+
+
+def _known(place: Path) -> str:
+    """``"finished"``, ``"begun"`` or nothing."""
+    if not place.exists():
+        return ""
+    return "finished" if RunFolder(place).is_finished else "begun"
+
+
+def _tell(folder: Path, names: Sequence[str], report: bool) -> None:
+    print("\n".join(table(folder, names)))
+    if not report:
+        return
+    try:
+        from kronfac import report as pictures
+    except ImportError as error:
+        raise UserError(f"the report cannot be written: {error}.") from error
+    print(pictures.write([folder], folder))
+
+
+def table(folder: Path, names: Sequence[str]) -> list[str]:
+    """One line for each optimizer: medians over seeds."""
+    lines = [f"{'optimizer':<12}{'runs':>5}{'final':>10}{'reached':>9}{'steps':>8}{'seconds':>10}"]
+    for name in names:
+        runs = [read(path) for path in sorted(folder.glob(f"*-{name}-s[0-9]*/events.jsonl"))]
+        ends = [one for events in runs for one in events if one["event"] == "finish"]
+        hits = [one for events in runs for one in events if one["event"] == "target"]
+        steps = _median([hit["step"] for hit in hits])
+        seconds = _median([hit["seconds"] for hit in hits])
+        lines.append(
+            f"{name:<12}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
+            f"{'-' if steps is None else f'{steps:.0f}':>8}"
+            f"{'-' if seconds is None else f'{seconds:.1f}':>10}"
+        )
+    return [*lines, "(median over seeds; steps and seconds of training to the target)"]
+
+
+def _final(ends: Sequence[Event]) -> str:
+    accuracy = _median([one["accuracy"] for one in ends if one["accuracy"] is not None])
+    if accuracy is not None:
+        return f"{accuracy:.2%}"
+    loss = _median([one["loss"] for one in ends if one["loss"] is not None])
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

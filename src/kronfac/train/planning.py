@@ -1,0 +1,80 @@
+"""What K-FAC would cost on many ranks, for ``kronfac plan``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kronfac.distributed.units import Compute, Link
+from kronfac.distributed.workload import unit_of
+from kronfac.optimizer import Preconditioned
+from kronfac.planner.choose import choose
+from kronfac.train.errors import UserError
+from kronfac.train.ranks import current
+from kronfac.train.recipe import Recipe
+from kronfac.train.setup import prepare
+
+#: Width of the matrices that measure the speed of this machine.
+_WIDTH = 256
+
+
+def plan(
+    recipe: Recipe, ranks: int, gbit: float, latency: float, data_dir: Path | None
+) -> list[str]:
+    """A table of the schemes, best first, for so many ranks that are as fast as this machine.
+
+    Args:
+        recipe: whose K-FAC table is taken.
+        ranks: how many.
+        gbit: gigabits per second between two of them.
+        latency: microseconds of a message.
+        data_dir: where data sets are.
+    """
+    if ranks < 2 or gbit <= 0 or latency < 0:
+        raise UserError(
+            f"--ranks {ranks} must be at least 2, --gbit positive, --latency 0 or more."
+        )
+    name = next((one.name for one in recipe.optimizers.values() if one.kind == "kfac"), None)
+    if name is None:
+        raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
+    setup = prepare(recipe.job(name), current(), torch.device("cpu"), data_dir)
+    assert isinstance(setup.optimizer, Preconditioned)
+    ours = setup.optimizer._preconditioner
+    units = [
+        unit_of(full, state, True, full)
+        for state in ours.layers.values()
+        for full in [f"{state.name}{state.layer.part}"]
+    ]
+    every = int(ours.schedules.at("refresh_every", 0))
+    link = Link(latency * 1e-6, 8 / (gbit * 1e9))
+    _, predictions = choose(units, ranks, link, measure(), every)
+    lines = [f"{'scheme':<16}{'ms/step':>9}{'MB/refresh':>12}{'MB/step':>9}{'MB/rank':>9}"]
+    for one in predictions:
+        rare = one.bytes.get("reduce", 0) + one.bytes.get("share", 0)
+        often = one.bytes.get("spread", 0)
+        lines.append(
+            f"{one.scheme:<16}{one.total * 1e3:>9.2f}{rare / 1e6:>12.2f}"
+            f"{often / 1e6:>9.2f}{one.memory / 1e6:>9.2f}"
+        )
+    return [*lines, "K-FAC's own part of a step on ranks as fast as this machine, best first."]
+
+
+def measure(repeat: int = 3) -> Compute:
+    """Speed of decompositions and of products here."""
+    matrix = torch.eye(_WIDTH) + 1e-3
+    cube = _WIDTH**3
+    solve = _seconds(lambda: torch.linalg.eigh(matrix), repeat)
+    product = _seconds(lambda: matrix @ matrix, repeat)
+    return Compute(9 * cube / solve, 2 * cube / product)
+
+
+def _seconds(work: Callable[[], object], repeat: int) -> float:
+    times = []
+    for _ in range(repeat + 1):  # the first one warms up
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

@@ -1,0 +1,175 @@
+"""Progress for people: redrawn lines on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from kronfac.train.events import Event
+
+#: Phases that are not K-FAC's own.
+_OTHERS = ("forward_backward", "optimizer")
+#: Seconds between plain lines, apart from evaluations.
+_EVERY = 20.0
+
+
+class Progress:
+    """What is known of a run so far, from its events."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = sys.stdout if stream is None else stream
+        self.start: Event = {}
+        self.step: Event = {}
+        self.tested: Event = {}
+        self.target: Event = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take in one event and show it."""
+        kind = event["event"]
+        if kind == "start":
+            self.start, self.step, self.tested, self.target = event, {}, {}, {}
+            self.say(self._title())
+        elif kind == "step":
+            self.step = event
+        elif kind == "eval":
+            self.tested = event
+        elif kind == "target":
+            self.target = event
+        elif kind == "warning":
+            self.say(f"warning: {event['message']}")
+        elif kind == "finish":
+            self.say(self._end(event))
+        self.show(kind)
+
+    def show(self, kind: str) -> None:
+        """Bring the display up to date after an event of this kind."""
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        print(line, file=self.stream, flush=True)
+
+    # --- sentences ------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        start = self.start
+        ranks = f", {start['world']} ranks" if start["world"] > 1 else ""
+        resumed = "" if start["resumed"] is None else f", resumed at step {start['resumed']}"
+        return (
+            f"{start['recipe']} with {start['optimizer']}, seed {start['seed']}: "
+            f"{start['parameters']:,} parameters, {start['steps']:,} steps of "
+            f"{start['batch']:,} samples{ranks}{resumed}"
+        )
+
+    def _end(self, event: Event) -> str:
+        words = {"done": "done", "stopped": "stopped; a checkpoint is saved", "failed": "failed"}
+        parts = [f"{words[event['status']]}: {event['step']:,} steps in {event['seconds']:.1f} s"]
+        if event["accuracy"] is not None:
+            parts.append(f"test accuracy {event['accuracy']:.2%}")
+        elif event["loss"] is not None:
+            parts.append(f"test loss {event['loss']:.4f}")
+        wanted = self.start.get("target")
+        if self.target:
+            goal = f"{wanted:.2%}" if self.start["metric"] == "accuracy" else f"loss {wanted:g}"
+            when = f"at step {self.target['step']:,}, after {self.target['seconds']:.1f} s"
+            parts.append(f"target {goal} reached {when}")
+        elif wanted is not None and event["status"] == "done":
+            parts.append("target not reached")
+        return ", ".join(parts)
+
+    def where(self) -> str:
+        """How far training is, and how good."""
+        step, steps = self.step["step"], self.start["steps"]
+        whole = steps / self.start["steps_per_epoch"]
+        text = f"step {step:,}/{steps:,}  epoch {self.step['epoch']:.2f}/{whole:.2f}"
+        loss = self.step["loss"]
+        text += f"  loss {loss:.4f}" if loss is not None else "  loss not finite"
+        if self.tested and self.tested["accuracy"] is not None:
+            text += f"  test {self.tested['accuracy']:.2%}"
+        elif self.tested:
+            text += f"  test loss {self.tested['loss']:.4f}"
+        return text
+
+    def speed(self) -> str:
+        """How fast it is, how long it will take, and what K-FAC takes of it."""
+        unit = "images" if self.start["metric"] == "accuracy" else "texts"
+        rate = self.step["samples_per_second"]
+        left = (self.start["steps"] - self.step["step"]) * self.start["batch"] / max(rate, 1e-9)
+        text = f"{rate:,.0f} {unit}/s  {clock(left)} left"
+        share = kfac_share(self.step["phases"])
+        return text + (f"  {share}" if share else "")
+
+
+class Lines(Progress):
+    """One line for each evaluation, and one every so often."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._last = time.monotonic()
+
+    def show(self, kind: str) -> None:
+        """Print where training is, if it is time."""
+        late = kind == "step" and time.monotonic() - self._last > _EVERY
+        if self.step and (kind == "eval" or late):
+            self._last = time.monotonic()
+            self.say(f"{self.where()}  {self.speed()}")
+
+
+class Screen(Progress):
+    """Two lines that are drawn again with every event."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self._drawn = 0
+
+    def say(self, line: str) -> None:
+        """Print a line above those that are drawn."""
+        self._erase()
+        super().say(line)
+
+    def show(self, kind: str) -> None:
+        """Draw both lines."""
+        if kind in ("step", "eval") and self.step:
+            width = shutil.get_terminal_size().columns - 1
+            self._erase()
+            lines = [self.where()[:width], f"{self._bar()}  {self.speed()}"[:width]]
+            self.stream.write("".join(f"{line}\n" for line in lines))
+            self.stream.flush()
+            self._drawn = len(lines)
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self.stream.write(f"\x1b[{self._drawn}A\x1b[J")  # up, and clear to the end
+            self._drawn = 0
+
+    def _bar(self, width: int = 16) -> str:
+        full = int(width * self.step["step"] / self.start["steps"])
+        return "[" + "#" * full + "." * (width - full) + "]"
+
+
+def make(stream: TextIO | None = None) -> Progress:
+    """The kind of progress that a stream can show."""
+    stream = sys.stdout if stream is None else stream
+    able = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return Screen(stream) if able else Lines(stream)
+
+
+def kfac_share(phases: Mapping[str, Any]) -> str:
+    """``K-FAC 18 % (precondition 9, refresh 6)`` of the time of steps; empty for other optimizers."""
+    total = sum(phases.values())
+    own = {name: spent for name, spent in phases.items() if name not in _OTHERS}
+    if not own or not total:
+        return ""
+    largest = sorted(own, key=lambda name: -own[name])[:2]
+    parts = ", ".join(f"{name} {100 * own[name] / total:.0f}" for name in largest)
+    return f"K-FAC {100 * sum(own.values()) / total:.0f} % ({parts})"
+
+
+def clock(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
