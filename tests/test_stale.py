@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import kronfac
 from kronfac.stale import AdaptiveInterval
+from tests.test_syncs import CountWaits
 from tests.training import (
     assert_same,
     batch,
@@ -251,3 +252,13 @@ def test_a_state_without_an_interval_starts_anew() -> None:
     other, resumed = build(kronfac.StaleInterval())
     resumed.load_state_dict(optimizer.state_dict())
     assert go(other, resumed, [2, 3]) == [2, 3]
+
+
+def test_nothing_is_read_back_between_refreshes() -> None:
+    model, optimizer = build(kronfac.StaleInterval(initial=8), factor_every=2, early_refresh=False)
+    go(model, optimizer, [0])
+    for number in range(1, 8):
+        x, y = batch(number)
+        with CountWaits() as counter:
+            step(model, optimizer, (x.double(), y))
+        assert not counter.waits, number

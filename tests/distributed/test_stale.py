@@ -19,7 +19,15 @@ NUMBERS = [*[0] * 8, *range(8, 12), *[12] * 8]
 Outcome = tuple[dict[str, Tensor], list[int], dict[str, Any]]
 
 
-def train(rank: int, scheme: str, tolerance: float, resume_at: int | None = None) -> Outcome:
+def train(
+    rank: int,
+    scheme: str,
+    tolerance: float,
+    resume_at: int | None = None,
+    saved: tuple[Any, Any] | None = None,
+    save_at: int | None = None,
+) -> Any:
+    """Train on all batches, with a resume between, from a saved state, or up to saving it."""
     with double_precision():
         rule = kronfac.StaleInterval(tolerance)
         options: dict[str, Any] = {"factor_every": rule, "refresh_every": rule, "decay": 0.0}
@@ -35,9 +43,11 @@ def train(rank: int, scheme: str, tolerance: float, resume_at: int | None = None
         start, end = bounds(SAMPLES, dist.get_world_size())[rank]
         lengths = []
         for time, number in enumerate(NUMBERS):
+            if time == save_at:
+                return optimizer.full_state_dict(), plain.state_dict()
             if time == resume_at:
                 optimizer.consolidate()
-                state, weights = optimizer.state_dict(), plain.state_dict()
+                state, weights = saved or (optimizer.state_dict(), plain.state_dict())
                 plain, model, optimizer = build()
                 plain.load_state_dict(weights)
                 optimizer.load_state_dict(state)
@@ -73,6 +83,15 @@ def test_a_resume_continues_bit_for_bit(scheme: str) -> None:
     for (values, lengths, _), (others, found, _) in zip(without, resumed, strict=True):
         assert found == lengths
         assert all((values[name] == others[name]).all() for name in values)
+
+
+def test_the_state_of_two_ranks_continues_in_one_process() -> None:
+    """Earlier statistics lie with different ranks; the whole state has all of them."""
+    expected, lengths, _ = run(1, train, "mem-opt", 0.3)[0]
+    state = run(2, train, "mem-opt", 0.3, None, None, 6)[0]
+    values, found, _ = run(1, train, "mem-opt", 0.3, 6, state)[0]
+    assert found == lengths
+    assert_near(values, expected, "resumed")
 
 
 def test_fewer_statistics_travel() -> None:

@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+import kronfac
 from kronfac.train import models, optimizers
+from kronfac.train.checkpointing import collect, restore
+from kronfac.train.errors import UserError
+from kronfac.train.events import Recorder
+from kronfac.train.kfac_schedules import as_callable
+from kronfac.train.loop import Loop
+from kronfac.train.ranks import Ranks
 from kronfac.train.recipe import Recipe
-from kronfac.train.recipe_files import load, shipped
+from kronfac.train.recipe_files import change, load, shipped
 from kronfac.train.run import train
+from kronfac.train.setup import prepare
+from tests.training import assert_same
 
 PAPERS = [name for name in shipped() if name.startswith("papers/")]
 OSAWA = ["4k", "8k", "16k", "32k", "65k", "131k"]
@@ -83,6 +92,25 @@ def test_damping_and_intervals_of_sc20_follow_the_epochs() -> None:
     assert [optimizer.factor_every(step) for step in (0, 249, 250)] == [10, 10, 10]
 
 
+STALE: list[tuple[Any, kronfac.StaleInterval]] = [
+    ("stale", kronfac.StaleInterval()),
+    ({"stale": 0.2, "maximum": 7, "share": 1.0}, kronfac.StaleInterval(0.2, maximum=7, share=1.0)),
+]
+
+
+@pytest.mark.parametrize(("value", "rule"), STALE)
+def test_intervals_of_a_recipe_may_adapt_themselves(
+    value: Any, rule: kronfac.StaleInterval
+) -> None:
+    assert as_callable("refresh_every", value, 10) == rule
+
+
+@pytest.mark.parametrize("value", [{"stale": 0.1, "maxmum": 7}, {"stale": -1.0}])
+def test_a_wrong_interval_is_a_sentence(value: Any) -> None:
+    with pytest.raises(UserError, match=r"refresh_every.*maximum|tolerance=-1"):
+        as_callable("refresh_every", value, 10)
+
+
 # --- first steps --------------------------------------------------------------------------------
 
 
@@ -126,3 +154,43 @@ def test_the_first_steps_run(name: str, optimizer: str, images: Path) -> None:
     assert result.status == "done"
     assert result.step == len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)
+
+
+# --- all ingredients together -------------------------------------------------------------------
+
+
+def build(images: Path, stop_after: int = 100) -> Loop:
+    """Mixup, erasing, rescaling, tied momentum and stale statistics in one run."""
+    recipe = tiny("papers/osawa-imagenet-32k", images)
+    # Three steps are one epoch here: the whole fall of the learning rate in four of them.
+    changes = {"train.steps": 12, "schedule.start": 0.0, "schedule.end": 4.0, "data.size": 16}
+    job = change(recipe, changes).job("kfac-stale")
+    setup = prepare(job, Ranks(), torch.device("cpu"), None)
+    loop = Loop(setup, Recorder(()), signal=lambda: 15 if loop.step >= stop_after else 0)
+    return loop
+
+
+def test_a_run_with_all_ingredients_resumes_bit_for_bit(images: Path, tmp_path: Path) -> None:
+    whole, first, second = build(images), build(images, stop_after=5), build(images)
+    assert whole.run().status == "done"
+    assert first.run().status == "stopped"
+    restore(second, collect(first), tmp_path)
+    assert second.step == 5
+    second.run()
+    assert_same(second.setup.plain.state_dict(), whole.setup.plain.state_dict())
+    assert_same(second.setup.optimizer.state_dict(), whole.setup.optimizer.state_dict())
+
+
+def test_ingredients_do_their_part_in_a_run(images: Path) -> None:
+    loop = build(images)
+    loop.run()
+    setup, job = loop.setup, loop.setup.job
+    group = setup.optimizer.param_groups[0]
+    share = (1 - 11.5 / 12) ** 3.5
+    assert group["lr"] == pytest.approx(job.optimizer.options["lr"] * share)
+    assert group["momentum"] == pytest.approx(job.optimizer.options["base_momentum"] * share)
+    for module in setup.plain.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            assert module.weight.norm().item() <= math.sqrt(2 * len(module.weight)) * (1 + 1e-5)
+    assert loop.stepper.mixup is not None
+    assert set(loop.stepper.mixup.state_dict()) == {"inputs", "targets"}

@@ -191,7 +191,8 @@ class TiedMomentum:
     Each group's own momentum is tied to its own learning rate, and K-FAC's, which is one for the whole
     model, to that of the first group; those that are 0 stay 0. ``m₀`` is what the optimizer was built
     with and, beside ``initial_lr``, is kept in the groups, so that checkpoints contain it. Call
-    :meth:`update` after each change of the learning rate.
+    :meth:`update` after each change of the learning rate. (The paper's ``v ← m·v - η·g`` and
+    torch's form of it, which keeps ``v/η``, differ by the change of η in one step.)
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

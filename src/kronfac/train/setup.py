@@ -103,6 +103,11 @@ def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> 
 
 
 def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
+    if part.warmup and part.warmup >= total:
+        raise UserError(
+            f"schedule.warmup = {part.warmup:g} epochs is not shorter than the run, {total:g} epochs; "
+            "train longer, or set a shorter one."
+        )
     names = ("warmup_from", "start", "end", "power", "milestones", "gamma")
     options = {name: getattr(part, name) for name in names}
     warmup = part.warmup or part.warmup_share * total
