@@ -171,6 +171,24 @@ def test_the_map_of_ranks(tmp_path: Path) -> None:
     assert any(a.get("class") == "map" for a in found.all("table"))
 
 
+def test_ranks_that_all_do_the_same(tmp_path: Path) -> None:
+    layers = [{"name": "fc", "shape": [3, 3], "ranks": "all"}]
+    event = {"event": "layers", "layers": layers, "scheme": "replicated"}
+    found = page(tmp_path / "out", write_events(tmp_path / "run", start(world=100), event))
+    assert "Every rank solves every layer" in found.words
+    assert "The first 64 ranks" in found.words
+    assert len([a for a in found.all("td") if "style" in a]) == 64
+
+
+def test_settings_that_differ_are_side_by_side(tmp_path: Path, compared: Path) -> None:
+    source = page(tmp_path / "out", compared).source
+    table = source[source.index("What differs between") :]
+    table = table[: table.index("</table>")]
+    assert ">damping</th><td>0.001</td><td>–</td><td>–</td>" in table
+    assert "momentum" not in table  # the same for all
+    assert "seed" not in table
+
+
 @pytest.mark.parametrize(
     "events",
     [
