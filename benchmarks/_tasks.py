@@ -1,7 +1,7 @@
 """What optimizers are compared on: the recipes of the same names, their targets and search spaces.
 
-Every optimizer has the same budget: as many learning rates, as many lengths of the schedule, the same seeds,
-the same shape of schedule. What a table of the recipe says beside the learning rate (momentum, weight
+Every optimizer has the same budget: as many learning rates, as many lengths of the schedule, the same
+seeds, the same shape of schedule. What a table of the recipe says beside the learning rate (momentum, weight
 decay, damping, intervals) is the usual advice for that optimizer, and is the same for both image tasks.
 """
 

@@ -52,7 +52,9 @@ def run(
         "accuracy": last.accuracy if last else None,
         "loss": last.loss if last else None,
         "seconds": round(result.seconds, 2),
-        "curve": [[e.step, round(e.seconds, 2), e.accuracy, round(e.loss, 4)] for e in result.curve],
+        "curve": [
+            [e.step, round(e.seconds, 2), e.accuracy, round(e.loss, 4)] for e in result.curve
+        ],
         "phases": {name: round(s, 3) for name, s in result.phases.items()},
         "memory": result.memory,
         "reached": None if result.target is None else asdict(result.target),

@@ -14,6 +14,7 @@ from kronfac.train import disk
 from kronfac.train.errors import UserError
 from kronfac.train.evaluation import Evaluation
 from kronfac.train.loop import Loop
+from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.recipe import Job
 from kronfac.train.result import Reached
 
@@ -60,6 +61,8 @@ def collect(loop: Loop) -> dict[str, Any]:
 def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:
     if isinstance(optimizer, Preconditioned):
         return optimizer.full_state_dict(to=0)
+    if isinstance(optimizer, Pair):
+        return {"members": [_optimizer_state(one) for one in optimizer.members]}
     state: dict[str, Any] = optimizer.state_dict()
     return state
 
@@ -145,8 +148,8 @@ def _settle_buckets(loop: Loop, step: int) -> None:
         return
     inputs, targets = setup.batches.get(step % setup.steps)
     optimizer = setup.optimizer
-    if isinstance(optimizer, Preconditioned):
-        with optimizer.no_capture():
+    if (kfac := kfac_of(optimizer)) is not None:
+        with kfac.no_capture():
             loop.stepper.loss(inputs, targets).backward()
     else:
         loop.stepper.loss(inputs, targets).backward()

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from kronfac.optimizer import Preconditioned
+from kronfac.train.pair import kfac_of
 
 #: K-FAC's own names, as events show them; what is not listed is shown as it is.
 _NAMES = {"observe-input": "observe", "observe-output": "observe", "base": "optimizer"}
@@ -20,7 +20,7 @@ class TrainingClock:
     def __init__(self, device: torch.device, optimizer: object) -> None:
         self.seconds = 0.0
         self.device = device
-        self.kfac = optimizer if isinstance(optimizer, Preconditioned) else None
+        self.kfac = kfac_of(optimizer)
         #: Seconds of each phase since :meth:`take_phases`.
         self.phases: dict[str, float] = {}
         #: Seconds of each layer, by phase, since the start.

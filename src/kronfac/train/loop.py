@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kronfac.optimizer import Preconditioned
 from kronfac.train.clock import TrainingClock
 from kronfac.train.evaluation import Evaluation, evaluate
 from kronfac.train.events import Recorder
 from kronfac.train.memory import peak_bytes
+from kronfac.train.pair import kfac_of
 from kronfac.train.result import Reached, Result
 from kronfac.train.setup import Setup
 from kronfac.train.stepping import Stepper
@@ -189,9 +189,9 @@ class Loop:
         self.record("failure", step=self.step, message=self.result.message)
 
     def _finish(self) -> None:
-        result, optimizer = self.result, self.setup.optimizer
-        if isinstance(optimizer, Preconditioned):
-            result.stats = optimizer.stats()
+        result = self.result
+        if (kfac := kfac_of(self.setup.optimizer)) is not None:
+            result.stats = kfac.stats()
         self.record(
             "finish",
             status=result.status,
@@ -205,9 +205,9 @@ class Loop:
 
 def _kfac_fields(optimizer: object) -> dict[str, Any]:
     """What only K-FAC has."""
-    if not isinstance(optimizer, Preconditioned):
+    if (kfac := kfac_of(optimizer)) is None:
         return {}
-    stats = optimizer.stats()
+    stats = kfac.stats()
     clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
-    momentum = optimizer._preconditioner.options.momentum
+    momentum = kfac.momentum
     return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}

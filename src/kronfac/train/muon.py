@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kronfac.train.pair import Pair
+
 
 class FlatMuon(torch.optim.Muon):
     """torch's Muon, which takes matrices, on weights of any rank: rows are output channels."""
@@ -34,37 +36,6 @@ class FlatMuon(torch.optim.Muon):
         super().zero_grad(set_to_none)
         for weight in self.weights:
             weight.grad = None
-
-
-class Pair:
-    """Two optimizers, each with its part of one model, that look like one."""
-
-    def __init__(self, first: Optimizer, second: Optimizer | None) -> None:
-        self.members = [one for one in (first, second) if one is not None]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of both."""
-        return [group for one in self.members for group in one.param_groups]
-
-    def step(self) -> None:
-        """Let both step."""
-        for one in self.members:
-            one.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of both."""
-        for one in self.members:
-            one.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of both."""
-        return {"members": [one.state_dict() for one in self.members]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both."""
-        for one, state in zip(self.members, state_dict["members"], strict=True):
-            one.load_state_dict(state)
 
 
 def muon_with_adamw(
@@ -105,5 +76,6 @@ def _rows(weight: Tensor, values: Tensor) -> Tensor:
 
     The order of columns does not matter to Muon.
     """
-    inner = sorted(range(1, weight.dim()), key=lambda dim: -weight.stride(dim))
+    strides = weight.stride()
+    inner = sorted(range(1, weight.dim()), key=lambda dim: -strides[dim])
     return values.permute(0, *inner).reshape(len(weight), -1)

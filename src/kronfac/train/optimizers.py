@@ -14,8 +14,9 @@ from kronfac.kfac import KFAC, param_groups
 from kronfac.selection import unwrap
 from kronfac.train.errors import UserError
 from kronfac.train.kfac_schedules import SCHEDULED, as_callable
-from kronfac.train.muon import Pair, muon_with_adamw
+from kronfac.train.muon import muon_with_adamw
 from kronfac.train.options import KFAC_KEYS
+from kronfac.train.pair import Pair
 from kronfac.train.recipe import OptimizerPart
 
 

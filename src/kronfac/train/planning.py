@@ -10,9 +10,9 @@ import torch
 
 from kronfac.distributed.units import Compute, Link
 from kronfac.distributed.workload import unit_of
-from kronfac.optimizer import Preconditioned
 from kronfac.planner.choose import choose
 from kronfac.train.errors import UserError
+from kronfac.train.pair import kfac_of
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.setup import prepare
@@ -41,8 +41,9 @@ def plan(
     if name is None:
         raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
     setup = prepare(recipe.job(name), current(), torch.device("cpu"), data_dir)
-    assert isinstance(setup.optimizer, Preconditioned)
-    ours = setup.optimizer._preconditioner
+    kfac = kfac_of(setup.optimizer)
+    assert kfac is not None
+    ours = kfac._preconditioner
     units = [
         unit_of(full, state, True, full)
         for state in ours.layers.values()

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from kronfac.optimizer import Preconditioned
 from kronfac.train import checkpointing, environment, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
+from kronfac.train.pair import kfac_of
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Job, Recipe
 from kronfac.train.result import Result
@@ -163,9 +163,8 @@ class _Run:
 
     def _describe(self) -> None:
         """Tell what K-FAC did with each layer."""
-        optimizer = self.setup.optimizer
-        if isinstance(optimizer, Preconditioned):
-            self.record("layers", **describe_layers(optimizer, self.loop.clock.layers))
+        if (kfac := kfac_of(self.setup.optimizer)) is not None:
+            self.record("layers", **describe_layers(kfac, self.loop.clock.layers))
 
     def _note_failure(self, error: BaseException) -> None:
         """The cause of the end is more important than that it can be written down."""

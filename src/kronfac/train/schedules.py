@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from kronfac.optimizer import Preconditioned
 from kronfac.train.errors import UserError
+from kronfac.train.pair import kfac_of
 
 
 class Shape(Protocol):
@@ -197,7 +197,8 @@ class TiedMomentum:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        own = optimizer.momentum if isinstance(optimizer, Preconditioned) else 0.0
+        self._kfac = kfac_of(optimizer)
+        own = 0.0 if self._kfac is None else self._kfac.momentum
         self._own = 0.0 if callable(own) else float(own)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -215,8 +216,8 @@ class TiedMomentum:
         for group in groups:
             if group.get("initial_momentum"):
                 group["momentum"] = group["initial_momentum"] * _ratio(group)
-        if self._own and isinstance(self.optimizer, Preconditioned):
-            self.optimizer.momentum = self._own * _ratio(groups[0])
+        if self._own and self._kfac is not None:
+            self._kfac.momentum = self._own * _ratio(groups[0])
 
 
 def _ratio(group: dict[str, Any]) -> float:

@@ -53,7 +53,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
         (tmp_path / name).write_bytes(content)
     source = data.load("text", path=tmp_path, length=2, size=24)
     found = windows(source, "train") + windows(source, "test")
-    assert bytes(sum(sorted(found), [])) == b"a" * 20 + b"b" * 2
+    assert bytes(byte for window in sorted(found) for byte in window) == b"a" * 20 + b"b" * 2
 
 
 def test_size_and_parts_are_limited(file):
