@@ -1,8 +1,8 @@
 """What optimizers are compared on: the recipes of the same names, their targets and search spaces.
 
 Every optimizer has the same budget: as many learning rates, as many lengths of the schedule, the same
-seeds, the same shape of schedule. What a table of the recipe says beside the learning rate (momentum, weight
-decay, damping, intervals) is the usual advice for that optimizer, and is the same for both image tasks.
+seeds, the same shape of schedule. What a table of the recipe says beside the learning rate (momentum,
+weight decay, damping, intervals) is the usual advice for that optimizer, and is the same for both image tasks.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Task:
 
 
 _IMAGE_RATES = {
-    "sgd": (0.025, 0.05, 0.1, 0.2),
+    "sgd": (0.05, 0.1, 0.2, 0.4),
     "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
-    "muon": (0.025, 0.05, 0.1, 0.2),
+    "muon": (0.02, 0.04, 0.08, 0.16),
     "soap": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
     "kfac": (0.025, 0.05, 0.1, 0.2),
 }

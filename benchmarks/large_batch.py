@@ -1,0 +1,131 @@
+"""Steps to a target against the size of the batch, for SGD and K-FAC, each tuned at every size.
+
+    python benchmarks/large_batch.py [--workers 2]
+
+Larger batches give better gradients, and a good optimizer turns them into fewer steps. For each batch
+size and optimizer every learning rate of the grid is tried at shorter and shorter schedules (bisection) until the
+mean over seeds misses the target. Data are the embedded digits, 1,297 for training; the largest batch
+holds four fifths of them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from _common import RESULTS, machine_line, table, write_json
+from _trials import Trial, run
+
+NAME = "large_batch"
+TASK = "digits"
+TARGET = 0.97
+BATCHES = (32, 64, 128, 256, 512, 1024)
+RATES = {
+    "sgd": (0.05, 0.1, 0.2, 0.4, 0.8, 1.6),
+    "kfac": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+}
+#: Steps of a schedule, each about a quarter more than the one before.
+LENGTHS = (6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320)
+SEEDS = (0, 1, 2)
+
+
+def mean_accuracy(optimizer: str, batch: int, rate: float, steps: int) -> float:
+    changes = (
+        ("lr", rate),
+        *((("refresh_every", 10), ("factor_every", 2)) if optimizer == "kfac" else ()),
+    )
+    values = []
+    for seed in SEEDS:
+        result = run(
+            Trial(TASK, optimizer, steps, seed, changes, batch), data_dir=None, only_end=True
+        )
+        values.append(result["accuracy"] or 0.0)
+    return statistics.mean(values)
+
+
+def shortest(optimizer: str, batch: int, rate: float) -> dict[str, Any]:
+    """Fewest steps at which this learning rate reaches the target."""
+    torch.set_num_threads(1)
+    low, high, tried = 0, len(LENGTHS), {}
+    while low < high:
+        middle = (low + high) // 2
+        tried[LENGTHS[middle]] = mean_accuracy(optimizer, batch, rate, LENGTHS[middle])
+        if tried[LENGTHS[middle]] >= TARGET:
+            high = middle
+        else:
+            low = middle + 1
+    steps = LENGTHS[low] if low < len(LENGTHS) else None
+    return {"optimizer": optimizer, "batch": batch, "rate": rate, "steps": steps, "tried": tried}
+
+
+def measure(workers: int) -> list[dict[str, Any]]:
+    partial = RESULTS / f"{NAME}.partial.json"
+    done: list[dict[str, Any]] = json.loads(partial.read_text()) if partial.exists() else []
+    known = {(one["optimizer"], one["batch"], one["rate"]) for one in done}
+    wanted = [(n, b, r) for b in BATCHES for n, rates in RATES.items() for r in rates]
+    with ProcessPoolExecutor(workers) as pool:
+        for job in as_completed([pool.submit(shortest, *w) for w in wanted if w not in known]):
+            done.append(job.result())
+            partial.write_text(json.dumps(done))
+            one = done[-1]
+            print(
+                f"{one['optimizer']:5} batch {one['batch']:5} lr {one['rate']:<5} {one['steps']}",
+                flush=True,
+            )
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    print(machine_line())
+    done = measure(arguments.workers)
+    best: dict[str, dict[int, Any]] = {}
+    for name in RATES:
+        for batch in BATCHES:
+            mine = [o for o in done if (o["optimizer"], o["batch"]) == (name, batch) and o["steps"]]
+            least = min((o["steps"] for o in mine), default=None)
+            rates = [o["rate"] for o in mine if o["steps"] == least]
+            best.setdefault(name, {})[batch] = {"steps": least, "rates": rates}
+    print(f"\nDigits: steps to {TARGET:.0%} test accuracy, mean of {len(SEEDS)} seeds")
+    rows = []
+    for batch in BATCHES:
+        sgd, kfac = (best[name][batch]["steps"] for name in ("sgd", "kfac"))
+        ratio = f"{sgd / kfac:.1f}" if sgd and kfac else ""
+        rows.append((batch, sgd or "never", kfac or "never", ratio))
+    print(table(("batch", "SGD", "K-FAC", "ratio"), rows))
+    write_json(NAME, {"target": TARGET, "seeds": SEEDS, "best": best, "search": done})
+    plot(best)
+    (RESULTS / f"{NAME}.partial.json").unlink(missing_ok=True)
+
+
+def plot(best: dict[str, dict[int, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
+    for name, colour, label in (("sgd", "#8a8a8a", "SGD + Nesterov"), ("kfac", "#c0392b", "K-FAC")):
+        points = [(b, v["steps"]) for b, v in best[name].items() if v["steps"]]
+        axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+    first = best["sgd"][BATCHES[0]]["steps"]
+    if first:
+        ideal = [first * BATCHES[0] / b for b in BATCHES]
+        axis.plot(
+            BATCHES, ideal, ":", color="black", lw=0.8, label="half the steps for twice the batch"
+        )
+    axis.set(xscale="log", yscale="log", xlabel="batch", ylabel=f"steps to {TARGET:.0%}")
+    axis.set_xticks(BATCHES, [str(b) for b in BATCHES])
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=8)
+    figure.savefig(RESULTS / f"{NAME}.png", dpi=130)
+
+
+if __name__ == "__main__":
+    main()
