@@ -2,7 +2,7 @@
 
 Every optimizer has the same budget: as many learning rates, as many lengths of the schedule, the same
 seeds, the same shape of schedule. What a table of the recipe says beside the learning rate (momentum,
-weight decay, damping, intervals) is the usual advice for that optimizer, and is the same for both image tasks.
+weight decay, damping, intervals) is the usual advice for that optimizer, the same for both image tasks.
 """
 
 from dataclasses import dataclass

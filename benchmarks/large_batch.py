@@ -3,9 +3,9 @@
     python benchmarks/large_batch.py [--workers 2]
 
 Larger batches give better gradients, and a good optimizer turns them into fewer steps. For each batch
-size and optimizer every learning rate of the grid is tried at shorter and shorter schedules (bisection) until the
-mean over seeds misses the target. Data are the embedded digits, 1,297 for training; the largest batch
-holds four fifths of them.
+size and optimizer every learning rate of the grid is tried at shorter and shorter schedules (bisection)
+until the mean over seeds misses the target. Data are the embedded digits, 1,297 for training; the
+largest batch holds four fifths of them.
 """
 
 import argparse
