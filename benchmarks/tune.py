@@ -3,7 +3,7 @@
     python benchmarks/tune.py [--tasks cifar10,text] [--optimizers sgd,kfac] [--workers 2]
 
 1. Four learning rates at one length; a best one at the edge adds one more beyond it.
-2. The best one at lengths found by bisection: a length will do if two seeds pass the target in the mean.
+2. The best one at lengths found by bisection: the shortest that passes the target.
 3. Both neighbouring learning rates at the next shorter length.
 
 Runs are tested on training samples that are kept apart. Trials are kept in
