@@ -15,7 +15,7 @@ from kronfac.train.group import LAUNCHED, LostGroupError
 from kronfac.train.launch import FAILED, LOST, WRONG
 
 _EPILOG = """examples:
-  kronfac train                            handwritten digits with K-FAC, in seconds
+  kronfac train                              handwritten digits with K-FAC
   kronfac train cifar10 --optimizer sgd --epochs 3
   kronfac compare digits --optimizers sgd,kfac --seeds 3
   kronfac report runs/digits-compare
