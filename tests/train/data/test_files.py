@@ -78,7 +78,9 @@ def test_a_truncated_gzip_file_is_refused(tmp_path, monkeypatch):
     write(tmp_path / "mnist", contents, packed=True)
     path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is damaged"):
+    with pytest.raises(
+        UserError, match=r"train-images-idx3-ubyte\.gz is damaged .*; move it away and"
+    ):
         data.load("mnist", tmp_path)
 
 

@@ -45,6 +45,11 @@ def test_classes_are_the_folders_by_name(folder):
             assert (image - colour).abs().max() < 4
 
 
+def test_the_data_directory_is_the_default_path(folder):
+    assert data.load("image-folder", folder, size=16).num_train == 12
+    assert data.load("image-folder", folder.parent, path=folder.name, size=16).num_train == 12
+
+
 def test_a_subset_has_all_classes(folder):
     source = data.load("image-folder", path=str(folder), size=16, train=6, test=3)
     assert source.train_batch(torch.arange(6))[1].bincount().tolist() == [2, 2, 2]
@@ -119,7 +124,6 @@ def test_a_damaged_image_is_named(folder):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, r"image-folder needs data\.path"),
         ({"path": "nowhere"}, "nowhere holds no folder train"),
         ({"path": "nowhere", "size": 0}, r"data\.size = 0 is not a number of pixels"),
         ({"path": "nowhere", "crop": "left"}, r"data\.crop = 'left' is unknown"),

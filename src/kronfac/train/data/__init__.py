@@ -55,13 +55,15 @@ def load(
         data_dir: by default ``$KRONFAC_DATA``, else ``kronfac`` in the user's cache directory.
         train: use only so many training samples: the first of a fixed shuffle, classes alike.
         test: the same of the test part.
-        options: of ``"image-folder"`` (path, size, crop, workers) and ``"text"`` (path, length, size).
+        options: of ``"image-folder"`` (path, by default the data directory; size, crop, workers) and
+            ``"text"`` (path, by default Python's own library; length, size). A path is looked for
+            here and then in the data directory.
     """
     _check_name(name)
     if name in _GIVEN:
         make = _GIVEN[name]
         _check_options(name, options, tuple(inspect.signature(make).parameters)[:-2])
-        return make(**options, train=train, test=test)
+        return make(**_with_path(name, options, data_dir), train=train, test=test)
     _check_options(name, options, ())
     source = digits.read() if name == "digits" else _PUBLISHED[name][1](_locate(name, data_dir))
     return source.reduced(
@@ -87,6 +89,15 @@ def _locate(name: str, data_dir: Path | None) -> Path:
     directory = data_directory(data_dir)
     files = _PUBLISHED[name][0]
     return files.find(directory) or download.download(files, directory)
+
+
+def _with_path(name: str, options: dict[str, Any], data_dir: Path | None) -> dict[str, Any]:
+    directory = data_directory(data_dir)
+    path = options.get("path", directory if name == "image-folder" else None)
+    if path is None:
+        return options
+    here = Path(str(path)).expanduser()
+    return {**options, "path": here if here.exists() else directory / here}
 
 
 def _check_name(name: str) -> None:

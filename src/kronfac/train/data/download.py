@@ -19,6 +19,7 @@ from kronfac.train.data.files import FileSet, stored, unpacked
 from kronfac.train.errors import UserError
 
 _TIMEOUT = 30.0  # seconds without an answer
+_ADVICE = "try again later"
 _NETWORK = (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError)
 
 
@@ -49,7 +50,7 @@ def _each_file(files: FileSet, url: str, folder: Path) -> None:
         with _temporary(folder, ".gz") as path:
             page = f"{url}{name}.gz"
             _copy(page, path)
-            files.check(page, name, unpacked(path, page))
+            files.check(page, name, unpacked(path, page, _ADVICE), _ADVICE)
             _keep(path, folder / f"{name}.gz")
 
 
@@ -59,7 +60,7 @@ def _archive(files: FileSet, url: str, folder: Path) -> None:
         try:
             _unpack(files, url, packed, folder)
         except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-            raise UserError(f"{url} sent a damaged archive ({error}); try again later") from error
+            raise UserError(f"{url} sent a damaged archive ({error}); {_ADVICE}") from error
 
 
 def _unpack(files: FileSet, url: str, packed: Path, folder: Path) -> None:
@@ -72,7 +73,7 @@ def _unpack(files: FileSet, url: str, packed: Path, folder: Path) -> None:
                     f"the archive {url} does not hold {name}, which {files.title} wants"
                 )
             content = opened.read()
-            files.check(f"{name} in {url}", name, content)
+            files.check(f"{name} in {url}", name, content, _ADVICE)
             with _temporary(folder, ".part") as path:
                 path.write_bytes(content)
                 _keep(path, folder / name)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from kronfac.train.errors import UserError
 
+_ADVICE = "move it away and fetch it again"
+
 
 @dataclass(frozen=True)
 class FileSet:
@@ -50,13 +52,13 @@ class FileSet:
         self.check(path, name, content)
         return content
 
-    def check(self, shown: Path | str, name: str, content: bytes) -> None:
-        """Refuse a file with another checksum than the published one; ``shown`` is its name."""
+    def check(self, where: Path | str, name: str, content: bytes, advice: str = _ADVICE) -> None:
+        """Refuse a file with another checksum than the published one."""
         found = hashlib.sha256(content).hexdigest()
         if found != self.sums[name]:
             raise UserError(
-                f"{shown} is damaged or another file: its content should have sha256 "
-                f"{self.sums[name]} but has {found}; move it away and fetch it again"
+                f"{where} is damaged or another file: its content should have sha256 "
+                f"{self.sums[name]} but has {found}; {advice}"
             )
 
     def _is_this(self, folder: Path) -> bool:
@@ -75,15 +77,13 @@ def stored(folder: Path, name: str) -> Path | None:
     return None
 
 
-def unpacked(path: Path, shown: str | None = None) -> bytes:
-    """The content of a file that may be packed by gzip; ``shown`` is its name in sentences."""
+def unpacked(path: Path, where: str | None = None, advice: str = _ADVICE) -> bytes:
+    """The content of a file that may be packed by gzip; ``where`` names it in sentences."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{shown or path} is damaged ({error}); move it away and fetch it again"
-        ) from error
+        raise UserError(f"{where or path} is damaged ({error}); {advice}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
 

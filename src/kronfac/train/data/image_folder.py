@@ -126,7 +126,7 @@ def _resized(image: Image, box: Box, size: int) -> bytes:
 
 
 def read(
-    path: str | Path | None = None,
+    path: Path,
     size: int = 224,
     crop: str = "random",
     workers: int | None = None,
@@ -134,10 +134,9 @@ def read(
     test: int | None = None,
 ) -> ImageFolder:
     """Find the images below ``path``; ``workers`` threads decode them (default: cores, up to 8)."""
-    _check(path, size, crop, workers)
-    root = Path(str(path)).expanduser()
-    train_folder = _first_folder(root, ("train",))
-    test_folder = _first_folder(root, ("val", "test"))
+    _check(size, crop, workers)
+    train_folder = _first_folder(path, ("train",))
+    test_folder = _first_folder(path, ("val", "test"))
     classes = sorted(folder.name for folder in train_folder.iterdir() if folder.is_dir())
     parts = _scan(train_folder, classes), _scan(test_folder, classes)
     return ImageFolder(
@@ -167,14 +166,13 @@ def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         if (root / name).is_dir():
             return root / name
-    raise UserError(f"{root} holds no folder {' or '.join(names)} with a folder per class in it")
+    raise UserError(
+        f"{root} holds no folder {' or '.join(names)} with a folder per class in it; "
+        "set data.path to the folder that holds train and val"
+    )
 
 
-def _check(path: str | Path | None, size: int, crop: str, workers: int | None) -> None:
-    if path is None:
-        raise UserError(
-            "image-folder needs data.path, a folder with train/CLASS and val/CLASS in it"
-        )
+def _check(size: int, crop: str, workers: int | None) -> None:
     if not isinstance(size, int) or size < 1:
         raise UserError(f"data.size = {size!r} is not a number of pixels; give 1 or more")
     if crop not in ("random", "center"):

@@ -56,7 +56,7 @@ class Text:
 
 
 def read(
-    path: str | Path | None = None,
+    path: Path | None = None,
     length: int = 128,
     size: int = DEFAULT_SIZE,
     train: int | None = None,
@@ -66,7 +66,7 @@ def read(
     if not isinstance(size, int) or size < 1:
         raise UserError(f"data.size = {size!r} is not a number of bytes; give 1 or more")
     content = bytearray()
-    for file in _files(None if path is None else Path(path).expanduser()):
+    for file in _files(path):
         try:
             content += file.read_bytes()
         except OSError as error:
