@@ -140,19 +140,18 @@ def _layers(steps: int, pace: float, world: int) -> dict[str, Any]:
 
 
 def _beside(folder: Path, recipe: str, optimizer: str, seed: int, lr: float, world: int) -> None:
-    table = {"lr": lr, "momentum": 0.9, **({"damping": 1e-3} if optimizer == "kfac" else {})}
-    config = {
-        "recipe": recipe, "optimizer": optimizer, "command": ["kronfac", "train", recipe],
-        "model": {"name": "resnet8", "width": 16}, "data": {"name": recipe, "augment": ["flip"]},
-        "train": {"batch": 64, "epochs": 15.0, "seed": seed}, "optimizers": {optimizer: table},
+    own = {"name": optimizer, "kind": optimizer, "lr": lr, "momentum": 0.9}
+    own |= {"damping": 1e-3} if optimizer == "kfac" else {}
+    settings = {
+        "recipe": recipe, "model": {"name": "resnet8", "width": 16},
+        "data": {"name": recipe, "augment": ["flip"]}, "schedule": {"warmup": 0.5},
+        "train": {"batch": 64, "epochs": 15.0, "seed": seed, "target": 0.98}, "optimizer": own,
     }  # fmt: skip
-    environment = {
-        "torch": "2.13.0",
-        "python": "3.11.2",
-        "cpu": "Example CPU",
-        "cores": 2,
-        "world": world,
-    }
+    config = {
+        "recipe": recipe, "optimizer": optimizer, "seed": seed, "settings": settings, "changes": [],
+        "command": ["kronfac", "train", recipe, "--seed", str(seed)],
+    }  # fmt: skip
+    environment = {"torch": "2.13.0", "python": "3.11.2", "cpu": "Example CPU", "world": world}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     (folder / "summary.txt").write_text("KFAC over SGD\nlayer   type\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from kronfac.report.summary import Group, median
 from kronfac.report.svg import Markup, escape, svg, tag
 
 _HEIGHT = 22
+MOST_RANKS = 64  # columns of the map
 
 
 def phase_style(phase: str) -> str:
@@ -125,13 +126,14 @@ def placement_map(layers: Sequence[LayerCost], world: int) -> Markup:
     costs = [loads(layer, world) for layer in layers]
     most = max((amount for row in costs for amount in row.values()), default=1.0) or 1.0
     totals = balance(layers, world)
-    ranks = [tag("th", escape(rank), scope="col") for rank in range(world)]
+    shown = range(min(world, MOST_RANKS))
+    ranks = [tag("th", escape(rank), scope="col") for rank in shown]
     head = tag("tr", tag("th", escape("layer"), scope="col"), *ranks)
     rows = [
         tag(
             "tr",
             tag("th", escape(layer.name), scope="row"),
-            *(_cell(layer, row.get(rank), most, rank) for rank in range(world)),
+            *(_cell(layer, row.get(rank), most, rank) for rank in shown),
         )
         for layer, row in zip(layers, costs, strict=True)
     ]
@@ -139,7 +141,7 @@ def placement_map(layers: Sequence[LayerCost], world: int) -> Markup:
     foot = tag(
         "tr",
         tag("th", escape("load, mean = 1"), scope="row"),
-        *(tag("td", escape(f"{total / mean:.2f}")) for total in totals),
+        *(tag("td", escape(f"{totals[rank] / mean:.2f}")) for rank in shown),
         class_="load",
     )
     return tag("table", tag("thead", head), tag("tbody", *rows), tag("tfoot", foot), class_="map")

@@ -57,7 +57,7 @@ def draw(chart: Chart, axis: Axis, series: Sequence[Group]) -> Markup:
                 _spoken(chart, curves, unit),
                 *_grid(chart.scale, across),
                 *_target_lines(chart),
-                *(_lines(chart, c, axis, across, series.index(c.group)) for c in curves),
+                *(_lines(chart, c, axis, across, series.index(c.group)) for c in reversed(curves)),
                 box=f"0 0 {_SIDE:.0f} {_SIDE:.0f}",
             ),
             *_target_labels(chart),

@@ -55,8 +55,10 @@ def _layers_of(group: Group, found: list[layers.LayerCost], many: bool) -> list[
         names = [p for p in phases.PHASES if any(layer.seconds.get(p) for layer in found)]
         more = f"The {min(12, len(found))} most expensive ones, seconds of a whole run:"
         parts += [paragraph(more, "note"), bars.phase_legend(names), bars.layer_bars(found)]
+    timed = any(layer.total for layer in found)
     summary = tag("summary", escape("All layers"))
-    parts.append(tag("details", summary, tables.layer_table(found, group.world)))
+    listed = tables.layer_table(found, group.world)
+    parts.append(tag("details", summary, listed, open=not timed))
     left = layers.skipped(group)
     if left:
         rows = [[escape(name), escape(why)] for name, why in left]
@@ -78,12 +80,21 @@ def placement(chapter: Chapter) -> Section | None:
             continue
         said = f"{group.label} on {group.world} ranks"
         said += f", scheme “{scheme}”." if scheme else "."
-        totals = layers.balance(found, group.world)
-        worst = max(totals) / (sum(totals) / group.world or 1.0)
-        said += f" The busiest rank has {worst:.2f} times the mean load; a stronger colour is more work."
+        said += _shared_out(found, group.world)
         grid = bars.placement_map(found, group.world)
         parts += [paragraph(said), tables.box(grid, f"Layers of {group.label} on ranks")]
     return ("Placement", join(parts)) if parts else None
+
+
+def _shared_out(found: list[layers.LayerCost], world: int) -> str:
+    if all(layer.ranks == "all" for layer in found):
+        said = " Every rank solves every layer."
+    else:
+        totals = layers.balance(found, world)
+        worst = max(totals) / (sum(totals) / world or 1.0)
+        said = f" The busiest rank has {worst:.2f} times the mean load."
+    said += " A stronger colour is more work."
+    return said + (f" The first {bars.MOST_RANKS} ranks:" if world > bars.MOST_RANKS else "")
 
 
 def memory_use(chapter: Chapter) -> Section:

@@ -104,9 +104,9 @@ def _differences(chapter: Chapter) -> list[Markup]:
 
 
 def _aligned(run: Run) -> dict[str, Any]:
-    """Settings with the optimizer's own keys under the same name for every optimizer."""
-    mark = f"optimizers.{run.optimizer}."
-    return {key.rsplit(mark, 1)[-1]: value for key, value in settings(run).items()}
+    """Settings, the optimizer's own without prefix; its name is in the head of the table."""
+    found = {key.removeprefix("optimizer."): value for key, value in settings(run).items()}
+    return {key: found[key] for key in found if key not in ("optimizer", "name", "kind")}
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kronfac.report import phases, text
 from kronfac.report.curves import Axis, Curve, Point, curve
@@ -16,15 +16,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The light colours of style.css.
 COLOURS = {
-    "kfac": "#d1491b", "sgd": "#4a5568", "adamw": "#0a7f5f", "adam": "#0a7f5f",
-    "muon": "#b0558f", "soap": "#b07d00", "another": "#2b7bba",
-}  # fmt: skip
+    "kfac": "#cc380d",
+    "sgd": "#242d45",
+    "adamw": "#42a18a",
+    "adam": "#42a18a",
+    "muon": "#ab72fd",
+    "soap": "#cd8a00",
+    "another": "#194e80",
+}
 PHASE_COLOURS = {
-    "forward_backward": "#c3c9d2", "optimizer": "#8b94a3", "other": "#e4e7ec",
-    "observe": "#e69f00", "reduce": "#56b4e9", "refresh": "#d1491b", "share": "#0072b2",
-    "precondition": "#009e73", "spread": "#7a5195", "rescale": "#cc79a7",
-}  # fmt: skip
+    "forward_backward": "#c3c9d2",
+    "optimizer": "#6b6f74",
+    "other": "#e3e7ec",
+    "observe": "#d59f23",
+    "reduce": "#164d6b",
+    "refresh": "#e1510b",
+    "share": "#386dde",
+    "precondition": "#63bf8a",
+    "spread": "#6f3aa4",
+    "rescale": "#e660b7",
+}
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -70,9 +83,10 @@ def curves(chapter: Chapter) -> Figure | None:
         return None
     figure = _figure(9, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    for axes, axis in ((left, "steps"), (right, "seconds")):
+    panels: tuple[tuple[Axes, Axis], ...] = ((left, "steps"), (right, "seconds"))
+    for axes, axis in panels:
         for one in found:
-            _line(axes, one, axis, error=key == "error")  # type: ignore[arg-type]
+            _line(axes, one, axis, error=key == "error")
         for target in chapter.targets if key != "training loss" else []:
             height = 100 * (1 - target) if key == "error" else target
             axes.axhline(height, color="#222222", linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
@@ -88,14 +102,15 @@ def curves(chapter: Chapter) -> Figure | None:
 
 def _what(chapter: Chapter) -> tuple[str, list[Curve]]:
     """The first of these that was recorded."""
-    for key, source, field in (
+    kinds: tuple[tuple[str, Literal["steps", "evals"], str], ...] = (
         ("error", "evals", "accuracy"),
         ("test loss", "evals", "loss"),
         ("training loss", "steps", "loss"),
-    ):
+    )
+    for key, source, field in kinds:
         if chapter.metric == "loss" and key == "error":
             continue
-        found = [curve(group, source, field) for group in chapter.groups]  # type: ignore[arg-type]
+        found = [curve(group, source, field) for group in chapter.groups]
         if any(found):
             return key, [one for one in found if one]
     return "", []
@@ -123,6 +138,7 @@ def _say_target(axes: Axes, goal: str, height: float) -> None:
     axes.annotate(
         f"target {goal}", (0, height), xycoords=("axes fraction", "data"), ha="left", va="bottom",
         xytext=(5, 2), textcoords="offset points", fontsize=9, color="#222222",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}, zorder=5,
     )  # fmt: skip
 
 

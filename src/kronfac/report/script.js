@@ -99,6 +99,11 @@
         shown.push(spot);
       }
       const width = area.clientWidth;
+      // On a phone it would cover the lines, so it goes below them.
+      if (width < 420) {
+        tip.style.cssText = "top:calc(100% + 2rem);left:0";
+        return;
+      }
       const beside = place * width > width / 2 ? place * width - tip.offsetWidth - 12 : place * width + 12;
       tip.style.left = `${Math.min(width - tip.offsetWidth, Math.max(-40, beside))}px`;
     };

@@ -21,8 +21,8 @@ NAMES = {
 _ORDER = ("kfac", "sgd", "adamw", "adam", "muon", "soap")
 # Keys that do not change what is trained, or that are meant to differ within a group.
 _ASIDE = {
-    "seed", "out", "command", "command_line", "argv", "data_dir", "resume", "log_every", "time",
-    "logger", "loggers", "nproc", "description", "source", "folder", "path", "seeds",
+    "seed", "seeds", "out", "command", "changes", "data_dir", "resume", "log_every", "loggers",
+    "description", "source",
 }  # fmt: skip
 
 
@@ -231,19 +231,12 @@ def _rank(kind: str) -> int:
 
 
 def settings(run: Run) -> Record:
-    """What was trained and how, by dotted key: no seed, no paths, no other optimizer's table."""
-    known = {"world": run.world, "batch": run.start.get("batch"), "target": run.target}
-    flat = {**flatten(run.config), **known}
-    return {key: value for key, value in flat.items() if _matters(key, run.optimizer)}
-
-
-def _matters(key: str, optimizer: str) -> bool:
-    parts = key.split(".")
-    if parts[-1] in _ASIDE or set(parts[:-1]) & {"command", "environment"}:
-        return False
-    if "optimizers" in parts[:-1]:
-        return parts[parts.index("optimizers") + 1] == optimizer
-    return True
+    """What was trained and how, by dotted key; what may differ within a group is left out."""
+    flat = {key.removeprefix("settings."): value for key, value in flatten(run.config).items()}
+    started = {"world": run.world, "batch": run.start.get("batch"), "target": run.target}
+    named = {key.rsplit(".", 1)[-1] for key in flat}
+    flat |= {key: value for key, value in started.items() if key not in named}
+    return {key: value for key, value in flat.items() if key.rsplit(".", 1)[-1] not in _ASIDE}
 
 
 def _fingerprint(run: Run) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kronfac.report import bars, phases, text
 from kronfac.report.charts import style
 from kronfac.report.layers import LayerCost
+from kronfac.report.read import Run
 from kronfac.report.summary import (
     Chapter,
     Group,
@@ -19,6 +20,9 @@ from kronfac.report.summary import (
     throughput,
 )
 from kronfac.report.svg import Markup, escape, tag
+
+# Heading, the number of a run, and how it is shown.
+_Column = tuple[str, Callable[[Run], float | None], Callable[[float], str]]
 
 
 def table(
@@ -120,8 +124,8 @@ def finals(chapter: Chapter) -> Markup:
     return table([head[i] for i in kept], [[row[i] for i in kept] for row in rows], "Final values")
 
 
-def _final_columns(chapter: Chapter) -> list[tuple[str, Callable, Callable[[float], str]]]:  # type: ignore[type-arg]
-    accurate = [
+def _final_columns(chapter: Chapter) -> list[_Column]:
+    accurate: list[_Column] = [
         ("test accuracy", lambda run: final(run, "accuracy"), text.percent),
         ("best", best, text.percent),
     ]
