@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from kronfac.train import commands
 from kronfac.train.errors import UserError
-from kronfac.train.group import LAUNCHED, LostGroupError
+from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
 from kronfac.train.launch import FAILED, LOST, WRONG
 
 _EPILOG = """examples:
-  kronfac train                            handwritten digits with K-FAC, in seconds
+  kronfac train                              handwritten digits with K-FAC
   kronfac train cifar10 --optimizer sgd --epochs 3
   kronfac compare digits --optimizers sgd,kfac --seeds 3
   kronfac report runs/digits-compare
@@ -32,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(arguments)
     options.arguments = arguments
+    code = _run(options)
+    leave_at_once(code)
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         code: int = options.command(options)
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from argparse import Namespace
 from pathlib import Path
 
@@ -81,10 +82,10 @@ def recipes(options: Namespace) -> int:
     if options.name is not None:
         print(recipe_files.find(options.name).read_text(encoding="utf-8"), end="")
         return 0
-    known = recipe_files.shipped()
-    width = max(len(name) for name in known)
-    for name in known:
-        print(f"{name:{width}}  {recipe_files.load(name).description}")
+    for name in recipe_files.shipped():
+        print(name)
+        about = recipe_files.load(name).description
+        print(textwrap.fill(about, 80, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 

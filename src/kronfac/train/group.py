@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kronfac.distributed.channel import LostRankError
+from kronfac.train import ranks
 from kronfac.train.errors import UserError
 
 #: Set by our own launcher, which speaks for all ranks.
@@ -52,7 +55,25 @@ def joined() -> Iterator[None]:
                 "start all ranks again with --resume."
             ) from error
         raise
+    _leave()
+
+
+def _leave() -> None:
+    """Destroy the group after all that refers to it: its threads may not outlive it."""
+    ranks.forget()
+    gc.collect()
     dist.destroy_process_group()
+
+
+def leave_at_once(code: int) -> None:
+    """End the process if it is still in a group, which happens after errors.
+
+    Python's own end would wait for, or stumble over, threads that talk to ranks which are gone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def is_loss(error: BaseException) -> bool:

@@ -24,20 +24,24 @@ DONE, FAILED, WRONG, LOST = 0, 1, 2, 3
 GRACE = 20.0
 
 
-def launch(arguments: Sequence[str], count: int) -> int:
+#: What every rank runs.
+PROGRAM = (sys.executable, "-m", "kronfac")
+
+
+def launch(arguments: Sequence[str], count: int, program: Sequence[str] = PROGRAM) -> int:
     """Run ``kronfac`` with these arguments on so many ranks; returns the exit code for all of them.
 
     The first rank talks to the user. Ctrl-C and SIGTERM are passed on to all.
     """
-    ranks = _Ranks([sys.executable, "-m", "kronfac", *arguments], count)
+    ranks = _Ranks([*program, *arguments], count)
     before = {one: signal.signal(one, ranks.pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
         codes = ranks.wait()
+        return _verdict(codes, ranks.first_failed, ranks.errors)
     finally:
-        ranks.kill()
+        ranks.end()
         for one, handler in before.items():
             signal.signal(one, handler)
-    return _verdict(codes, ranks.first_failed, ranks.errors)
 
 
 class _Ranks:
@@ -88,12 +92,15 @@ class _Ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def kill(self) -> None:
-        """End what is left."""
-        for process in self.processes:
+    def end(self) -> None:
+        """End and close what is left."""
+        for process, errors in zip(self.processes, self.errors, strict=True):
             if process.poll() is None:
                 process.kill()
-                process.wait()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+            errors.close()
 
 
 def _verdict(codes: list[int | None], first_failed: int | None, errors: list[IO[bytes]]) -> int:

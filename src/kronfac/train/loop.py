@@ -209,5 +209,7 @@ def _kfac_fields(optimizer: object) -> dict[str, Any]:
         return {}
     stats = kfac.stats()
     clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
-    momentum = kfac.momentum
+    ours = kfac._preconditioner
+    momentum = float(ours.schedules.at("momentum", ours.clock.step))
+    momentum = momentum or float(kfac.param_groups[0].get("momentum", 0.0))
     return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}

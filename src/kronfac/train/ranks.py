@@ -23,6 +23,12 @@ def current() -> Ranks:
     return _joined[1]
 
 
+def forget() -> None:
+    """Let go of the group, before it is destroyed."""
+    global _joined
+    _joined = None
+
+
 class Ranks:
     """The ranks that train one model."""
 

@@ -103,7 +103,8 @@ def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> 
 
 
 def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
-    if part.warmup and part.warmup >= total:
+    falls = part.shape in ("linear", "cosine", "polynomial") and part.start is None
+    if falls and part.end is None and part.warmup >= total:
         raise UserError(
             f"schedule.warmup = {part.warmup:g} epochs is not shorter than the run, {total:g} epochs; "
             "train longer, or set a shorter one."

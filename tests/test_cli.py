@@ -1,0 +1,337 @@
+"""The ``kronfac`` command: what it prints, writes and returns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kronfac
+from kronfac.cli import main
+from kronfac.train.events import read
+from kronfac.train.stepping import Stepper
+from tests.train import small
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for each test, with a recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    small.write(tmp_path / "small.toml")
+    return tmp_path
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence of a command that is refused; nothing else is printed or changed."""
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kronfac: ")
+    assert printed.err.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    return printed.err
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    real = Stepper.take
+
+    def take(self: Stepper, now: int, *args: Any) -> torch.Tensor:
+        if now == step:
+            os.kill(os.getpid(), number)
+        return real(self, now, *args)
+
+    monkeypatch.setattr(Stepper, "take", take)
+
+
+# --- train ---------------------------------------------------------------------------------------
+
+
+def test_train_leaves_a_folder_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "small.toml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("small with kfac, seed 0")
+    assert lines[-1] == "runs/small-kfac-s0"
+    config = json.loads(Path("runs/small-kfac-s0/config.json").read_text())
+    assert config["changes"] == []
+
+
+def test_a_second_run_gets_a_folder_of_its_own() -> None:
+    for _ in range(2):
+        assert main(["train", "small.toml", "--optimizer", "sgd", "--quiet"]) == 0
+    assert sorted(os.listdir("runs")) == ["small-sgd-s0", "small-sgd-s0-2"]
+
+
+def test_flags_change_the_recipe() -> None:
+    flags = ["--epochs", "2", "--batch", "16", "--lr", "0.5", "--seed", "3", "--optimizer", "sgd"]
+    changes = ["--set", "model.width=2", "--set", "train.log_every=1"]
+    assert main(["train", "small.toml", *flags, *changes, "--out", "here", "--quiet"]) == 0
+    config = json.loads(Path("here/config.json").read_text())
+    settings = config["settings"]
+    assert (settings["train"]["epochs"], settings["train"]["batch"]) == (2.0, 16)
+    assert (settings["optimizer"]["lr"], config["seed"], settings["model"]["width"]) == (0.5, 3, 2)
+    start = read(Path("here/events.jsonl"))[0]
+    assert (start["steps"], start["seed"], start["optimizer"]) == (16, 3, "sgd")
+
+
+def test_the_default_recipe_is_there_without_any_data() -> None:
+    assert main(["train", "--set", "train.steps=1", "--set", "schedule.warmup=0", "--quiet"]) == 0
+    assert os.listdir("runs") == ["digits-kfac-s0"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_resume_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    assert main(["train", "small.toml", "--out", "whole", "--set", "train.clip=9.0"]) == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, number)
+        assert main(["train", "small.toml", "--set", "train.clip=9.0"]) == code
+    assert "stopped; a checkpoint is saved: 6 steps" in capsys.readouterr().out
+    assert main(["train", "small.toml", "--resume"]) == 0  # the change is remembered
+    assert "resumed at step 6" in capsys.readouterr().out
+    assert os.listdir("runs") == ["small-kfac-s0"]
+    assert small.same(small.weights(Path("whole")), small.weights(Path("runs/small-kfac-s0")))
+
+
+def test_a_loss_that_is_not_finite_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--optimizer", "sgd", "--lr", "1e20", "--set", "schedule.shape=constant"]
+    assert main(["train", "small.toml", *flags, "--set", "schedule.warmup=0.0", "--quiet"]) == 1
+    printed = capsys.readouterr()
+    assert "kronfac: the loss was not finite at step" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "digts"], "unknown recipe 'digts'; did you mean 'digits'?"),
+        (["train", "small.toml", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
+        (["train", "small.toml", "--set", "train.batch=many"], "must be a whole number"),
+        (["train", "small.toml", "--set", "epochs"], "must look like key=value"),
+        (["train", "small.toml", "--optimizer", "kfca"], "did you mean 'kfac'?"),
+        (["train", "small.toml", "--out", "."], "exists already"),
+        (["train", "small.toml", "--resume"], "there is no run runs/small-kfac-s0"),
+        (["train", "small.toml", "--resume", "nowhere"], "is no run folder"),
+        (["train", "small.toml", "--resume", "x", "--out", "y"], "give one of them"),
+        (["train", "small.toml", "--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["train", "small.toml", "--log", "paper"], "unknown logger 'paper'"),
+        (["train", "small.toml", "--device", "toaster"], "--device 'toaster' is unknown"),
+        (["compare", "small.toml", "--optimizers", "sgd,kfca"], "did you mean 'kfac'?"),
+        (["compare", "small.toml", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["compare", "small.toml", "--resume", "nowhere"], "holds no runs"),
+        (["recipes", "cifar"], "did you mean 'cifar10'?"),
+        (["data", "cifar"], "did you mean 'cifar10'?"),
+        (["plan", "small.toml", "--ranks", "1"], "--ranks 1 must be at least 2"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in complaint(capsys, *arguments)
+
+
+def test_data_that_cannot_be_had_are_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*args: Any, **kwargs: Any) -> Any:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    assert main(["train", "cifar10", "--data-dir", "here"]) == 2
+    said = capsys.readouterr().err
+    assert "CIFAR-10" in said
+    assert "here" in said
+    assert said.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--epochs", "many"], "invalid float value: 'many'"),
+        (["train", "small.toml", "--lr"], "expected one argument"),
+        (["train", "small.toml", "--optimiser", "sgd"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kronfac: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_another_runs_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "small.toml", "--quiet"])
+    capsys.readouterr()
+    small.write(Path("other.toml"), model__width=8)
+    said = complaint(capsys, "train", "other.toml", "--resume", "runs/small-kfac-s0")
+    assert "belongs to another run" in said
+    said = complaint(
+        capsys, "train", "small.toml", "--resume", "runs/small-kfac-s0", "--set", "model.width=8"
+    )
+    assert "its model.width is 4, and here it is 8" in said
+
+
+def test_a_corrupt_data_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("data/mnist")
+    folder.mkdir(parents=True)
+    parts = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    for part in parts:
+        (folder / f"{part}-ubyte").write_bytes(b"not an image")
+    said = complaint(capsys, "train", "mnist", "--data-dir", "data")
+    assert "sha256" in said or "damaged" in said
+
+
+# --- the other commands --------------------------------------------------------------------------
+
+
+def test_compare_runs_everything_and_writes_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "small.toml", "--optimizers", "sgd,kfac", "--seeds", "2"]
+    assert main([*arguments, "--set", "train.target=0.05", "--quiet"]) == 0
+    folder = Path("runs/small-compare")
+    names = {f"small-{name}-s{seed}" for name in ("sgd", "kfac") for seed in (0, 1)}
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == names
+    assert (folder / "report.html").is_file()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["optimizer", "runs", "final", "reached", "steps", "seconds"]
+    assert [line.split()[:2] for line in lines[1:3]] == [["sgd", "2"], ["kfac", "2"]]
+    assert lines[-1] == "runs/small-compare/report.html"
+
+
+def test_an_interrupted_comparison_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "small.toml", "--optimizers", "sgd,kfac", "--no-report", "--quiet"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        assert main(arguments) == 130
+    assert "kronfac compare" in capsys.readouterr().out
+    assert main([*arguments, "--resume", "runs/small-compare"]) == 0
+    sgd, kfac = (
+        read(Path(f"runs/small-compare/small-{n}-s0/events.jsonl")) for n in ("sgd", "kfac")
+    )
+    assert [e["resumed"] for e in sgd if e["event"] == "start"] == [None, 6]
+    assert [e["resumed"] for e in kfac if e["event"] == "start"] == [None]
+
+
+def test_report_reads_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "small.toml", "--quiet"])
+    capsys.readouterr()
+    assert main(["report", "runs/small-kfac-s0", "--out", "pictures"]) == 0
+    assert capsys.readouterr().out == "pictures/report.html\n"
+    assert Path("pictures/report.html").is_file()
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert "digits\n    Handwritten digits" in listed
+    assert max(map(len, listed.splitlines())) <= 80
+    assert main(["recipes", "digits"]) == 0
+    assert "[optimizers.kfac]\nlr = " in capsys.readouterr().out
+
+
+def test_data_sets_are_listed_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "--data-dir", "here"]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()[:2]] == ["digits", "fashion-mnist"]
+    assert main(["data", "digits"]) == 0
+
+
+def test_plan_compares_schemes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "small.toml", "--ranks", "4"]) == 0
+    table = capsys.readouterr().out
+    assert {"comm-opt", "mem-opt", "replicated"} <= {line.split()[0] for line in table.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["compare"], ["report"], ["recipes"], ["data"], ["plan"]]
+)
+def test_help_fits_a_terminal(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+# --- the real program ----------------------------------------------------------------------------
+
+
+#: Where the package is, for processes that start in another folder.
+SOURCE = str(Path(kronfac.__file__).parents[1])
+
+
+def program(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program in processes of its own; Python runs the prelude first in each of them."""
+    Path("sitecustomize.py").write_text(prelude)
+    path = os.pathsep.join([str(Path.cwd()), SOURCE])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "kronfac", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_python_m_kronfac_is_the_program() -> None:
+    done = program("recipes", "digits")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[train]" in done.stdout
+    wrong = program("train", "nonsense")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+
+
+def signal_in_step(number: int, step: int) -> str:
+    """A prelude that sends a signal to the second rank in the middle of a step."""
+    return f"""
+import os
+from kronfac.train import stepping
+real = stepping.Stepper.take
+def take(self, step, *args):
+    if step == {step} and self.setup.ranks.rank == 1:
+        os.kill(os.getpid(), {number})
+    return real(self, step, *args)
+stepping.Stepper.take = take
+"""
+
+
+@pytest.mark.slow
+def test_nproc_starts_ranks_that_stop_and_resume_together() -> None:
+    flags = ("--nproc", "2", "--set", "train.mixup=0.4")
+    assert program("train", "small.toml", *flags, "--out", "whole").returncode == 0
+    prelude = signal_in_step(signal.SIGTERM, 5)
+    stopped = program("train", "small.toml", *flags, "--out", "part", prelude=prelude)
+    assert (stopped.returncode, stopped.stderr) == (143, "")
+    rest = program("train", "small.toml", "--nproc", "2", "--resume", "part")
+    assert (rest.returncode, rest.stderr) == (0, "")
+    assert small.same(small.weights(Path("whole")), small.weights(Path("part")))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_program_with_one_sentence() -> None:
+    prelude = signal_in_step(signal.SIGKILL, 6)
+    ended = program("train", "small.toml", "--nproc", "2", "--out", "run", prelude=prelude)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("kronfac: rank 1 was ended by SIGKILL")
+    assert torch.load("run/checkpoint.pt", weights_only=True)["step"] == 4
+    assert read(Path("run/events.jsonl"))[-1]["event"] == "failure"

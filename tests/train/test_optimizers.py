@@ -1,0 +1,142 @@
+"""Optimizers of recipes: what each kind becomes."""
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kronfac import KFAC
+from kronfac.train import optimizers
+from kronfac.train.errors import UserError
+from kronfac.train.kfac_schedules import as_callable
+from kronfac.train.muon import FlatMuon, Pair, hidden_weights
+from kronfac.train.recipe import OptimizerPart
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    )
+
+
+def build(kind: str, model: nn.Module | None = None, **options: Any) -> Any:
+    part = OptimizerPart(kind, kind, {"lr": 0.1, **options})
+    return optimizers.build(part, model or net(), steps_per_epoch=10, kind="image")
+
+
+def take_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.ones(6, 1, 4, 4)), torch.arange(6) % 3).backward()
+    optimizer.step()
+
+
+def test_every_group_keeps_its_own_rate_for_the_schedule() -> None:
+    groups = build("kfac", rescale="unit", other_lr=0.3).param_groups
+    assert [group["initial_lr"] for group in groups] == [0.1, 0.3]
+
+
+def test_kfac_gives_its_momentum_to_parameters_that_it_leaves_out() -> None:
+    optimizer = build("kfac", rescale="unit", momentum=0.9, nesterov=True, weight_decay=0.01)
+    ours, others = optimizer.param_groups
+    assert isinstance(optimizer, KFAC)
+    assert (ours["momentum"], others["momentum"]) == (0.0, 0.9)
+    assert (ours["nesterov"], others["nesterov"]) == (False, True)
+    assert ours["weight_decay"] == others["weight_decay"] == 0.01
+
+
+def test_kfac_may_have_adamw_as_its_base() -> None:
+    optimizer = build("kfac", base="adamw", betas=[0.8, 0.9], rescale="graft")
+    assert isinstance(optimizer.base, torch.optim.AdamW)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_kfac_without_rescaling_is_written_none() -> None:
+    assert build("kfac", rescale="none")._preconditioner.options.rescale is None
+
+
+def test_kfac_of_text_averages_over_tokens() -> None:
+    part = OptimizerPart("kfac", "kfac", {"lr": 0.1})
+    optimizer: Any = optimizers.build(part, net(), steps_per_epoch=10, kind="text")
+    assert optimizer._preconditioner.options.loss_average == "token"
+
+
+def test_what_an_optimizer_refuses_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"\[optimizers.kfac\]: rescale='long' is not supported"):
+        build("kfac", rescale="long")
+    with pytest.raises(UserError, match=r"\[optimizers.sgd\]: .*momentum"):
+        build("sgd", momentum=-1.0)
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    model = net()
+    assert hidden_weights(model) == [model[0].weight, model[4].weight]  # type: ignore[index]
+    optimizer = build("muon", model, other_lr=0.01)
+    assert isinstance(optimizer, Pair)
+    muon, adamw = optimizer.members
+    assert [tuple(matrix.shape) for matrix in muon.matrices] == [(4, 9), (8, 16)]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == 5
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+
+
+def test_muon_on_a_convolution_is_muon_on_its_matrix() -> None:
+    model = net()
+    weight = model[0].weight  # type: ignore[index]
+    matrix = nn.Parameter(weight.detach().flatten(1).clone())
+    reference = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.0)
+    flat = FlatMuon([weight], lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        matrix.grad = weight.grad.flatten(1).clone()
+        flat.step()
+        reference.step()
+    assert torch.equal(weight.flatten(1), matrix)
+
+
+def test_a_pair_resumes_exactly() -> None:
+    first, second = net(), net()
+    one, other = build("muon", first), build("muon", second)
+    take_step(first, one)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    take_step(first, one)
+    take_step(second, other)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_soap_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(UserError, match="pip install pytorch_optimizer"):
+        build("soap")
+
+
+def test_a_table_is_a_schedule_over_epochs() -> None:
+    table = {"start": 0.008, "factor": 0.5, "epochs": [2, 3]}
+    damping: Any = as_callable("damping", table, steps_per_epoch=10)
+    assert [damping(step) for step in (0, 19, 20, 29, 30)] == [0.008, 0.008, 0.004, 0.004, 0.002]
+    every: Any = as_callable("refresh_every", {"start": 10, "factor": 1.26, "epochs": [1]}, 10)
+    assert [every(step) for step in (0, 10)] == [10, 13]
+    assert as_callable("damping", 0.5, 10) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"start": 1, "factr": 2, "epochs": []}, "unknown key 'factr'.*did you mean 'factor'"),
+        ({"start": 1, "factor": 2}, "is no schedule"),
+        ({"start": "a", "factor": 2, "epochs": [1]}, "is no schedule"),
+    ],
+)
+def test_a_broken_schedule_is_refused(table: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        as_callable("damping", table, 10)

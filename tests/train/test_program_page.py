@@ -1,0 +1,45 @@
+"""docs/program.md: its commands are understood, its recipe is read, its Python runs."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kronfac.cli import _parser
+from kronfac.train.recipe import Recipe
+
+PAGE = (Path(__file__).parents[2] / "docs" / "program.md").read_text(encoding="utf-8")
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+COMMANDS = [
+    line.removeprefix("kronfac ")
+    for block in blocks("")
+    for line in block.splitlines()
+    if line.startswith("kronfac ")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command: str) -> None:
+    _parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_the_recipe_is_one() -> None:
+    [text] = blocks("toml")
+    recipe = Recipe.from_dict("page", tomllib.loads(text))
+    assert recipe.job("sgd").train.epochs == 6
+    assert recipe.job("sgd").schedule.shape == "cosine"
+
+
+def test_the_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [text] = blocks("python")
+    exec(text, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("done 0.")
+    assert len(lines) == 3

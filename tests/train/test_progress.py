@@ -1,0 +1,72 @@
+"""What people see of a run."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+
+from kronfac.train import progress
+from kronfac.train.run import train
+from tests.train import small
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, optimizer: str = "kfac", **changes: Any) -> str:
+    train(small.recipe(**changes), optimizer, listeners=[progress.make(stream)])
+    return stream.getvalue()
+
+
+def test_plain_lines_for_evaluations_elsewhere() -> None:
+    lines = shown(io.StringIO(), train__target=0.01).splitlines()
+    assert lines[0].startswith("small with kfac, seed 0: 438 parameters, ")
+    assert lines[0].endswith("12 steps of 32 samples")
+    assert len(lines) == 5
+    assert re.match(
+        r"step 12/12  epoch 3\.00/3\.00  loss \d\.\d+  test \d+\.\d\d%  [\d,]+ images/s  0:00 left  "
+        r"K-FAC \d+ % \(\w+ \d+, \w+ \d+\)",
+        lines[3],
+    )
+    assert "target 1.00% reached at step 4, after" in lines[-1]
+
+
+def test_other_optimizers_have_no_share_of_kfac() -> None:
+    assert "K-FAC" not in shown(io.StringIO(), "sgd")
+
+
+def test_a_missed_target_is_said() -> None:
+    assert "target not reached" in shown(io.StringIO(), train__target=1.0)
+
+
+def test_lines_are_drawn_again_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    text = shown(Terminal())
+    assert "\x1b[2A\x1b[J" in text
+    drawn = text.split("\n")[1:-2]
+    assert all(len(line.replace("\x1b[2A\x1b[J", "")) < 60 for line in drawn)
+    assert "[################]" in text
+    assert text.count("done: 12 steps") == 1
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in shown(Terminal())
+
+
+def test_warnings_and_failures_are_shown() -> None:
+    stream = io.StringIO()
+    show = progress.Lines(stream)
+    show({"event": "warning", "step": 1, "message": "odd"})
+    assert stream.getvalue() == "warning: odd\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (61, "1:01"), (3600, "1:00:00"), (90061, "25:01:01")]
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert progress.clock(seconds) == text

@@ -1,0 +1,425 @@
+"""A run in one process: its result, its folder, its events, and how it goes on."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kronfac.train import models
+from kronfac.train.errors import UserError
+from kronfac.train.events import read
+from kronfac.train.run import train
+from tests.train import small
+from tests.train.small import Events, at_step
+
+
+def interrupt(number: int = signal.SIGTERM) -> Any:
+    return lambda: os.kill(os.getpid(), number)
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_folder_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = train(small.recipe())
+    assert (result.status, result.step, result.folder) == ("done", 12, None)
+    assert [point.step for point in result.curve] == [4, 8, 12]
+    assert result.accuracy == result.curve[-1].accuracy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_numbers_of_others_are_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    train(small.recipe())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "kfac"])
+def test_the_loss_falls(optimizer: str) -> None:
+    events = Events()
+    train(small.recipe(train__steps=24), optimizer, listeners=[events])
+    losses = [event["loss"] for event in events.of("step")]
+    assert losses[-1] < losses[0]
+
+
+def test_seeds_make_a_difference_and_equal_seeds_none() -> None:
+    losses = [train(small.recipe(), "sgd", seed).loss for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+def test_micro_batches_change_nothing_for_a_model_without_batch_norm(
+    optimizer: str, micro: int
+) -> None:
+    recipe = small.recipe(
+        model={"name": "mlp", "hidden": [16]}, train__micro_batches=micro, train__steps=4
+    )
+    one = train(small.recipe(model={"name": "mlp", "hidden": [16]}, train__steps=4), optimizer)
+    assert train(recipe, optimizer).loss == pytest.approx(one.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__precision": "bfloat16"},
+        {"train__channels_last": True},
+        {"train__clip": 0.01},
+        {"train__label_smoothing": 0.1, "train__mixup": 0.4},
+        {"train__weight_rescaling": True, "schedule__tied_momentum": True},
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+def test_options_of_training_work(optimizer: str, changes: dict[str, Any]) -> None:
+    plain = train(small.recipe(train__steps=4), optimizer)
+    changed = train(small.recipe(train__steps=4, **changes), optimizer)
+    assert changed.status == "done"
+    if "train__channels_last" not in changes:
+        assert changed.loss != plain.loss
+
+
+def test_text_is_measured_by_its_loss(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(64)) * 100)
+    recipe = small.recipe(
+        model={"name": "gpt", "dim": 16, "depth": 1, "heads": 2},
+        data={"name": "text", "path": str(path), "length": 16},
+        train={"batch": 16, "steps": 6, "target_loss": 100.0},
+        schedule={"shape": "constant"},
+    )
+    result = train(recipe, "kfac")
+    assert result.accuracy is None
+    assert result.loss is not None
+    assert result.target is not None
+
+
+def test_a_target_is_recorded_and_may_end_the_run() -> None:
+    events = Events()
+    recipe = small.recipe(train__target=0.01)
+    whole = train(recipe, "sgd", listeners=[events])
+    assert whole.target is not None
+    assert (whole.step, whole.target.step) == (12, 4)
+    assert [one["step"] for one in events.of("target")] == [4]
+    assert train(recipe, "sgd", stop_at_target=True).step == 4
+
+
+def test_seconds_are_those_of_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only evaluations move shows no time at all."""
+    from kronfac.train import clock, loop
+
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    real = loop.evaluate
+
+    def slow(*args: Any) -> Any:
+        now[0] += 1000.0
+        return real(*args)
+
+    monkeypatch.setattr(loop, "evaluate", slow)
+    result = train(small.recipe(), "sgd")
+    assert now[0] == 3000.0
+    assert result.seconds == 0.0
+
+
+# --- events and folder ---------------------------------------------------------------------------
+
+
+def test_the_folder_holds_everything(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "run"
+    result = train(small.recipe(), out=out)
+    assert result.folder == out
+    names = {"config.json", "environment.json", "events.jsonl", "checkpoint.pt", "summary.txt"}
+    assert {path.name for path in out.iterdir()} == names
+    config = json.loads((out / "config.json").read_text())
+    assert (config["recipe"], config["optimizer"], config["seed"]) == ("small", "kfac", 0)
+    assert config["settings"]["optimizer"]["lr"] == 0.05
+    assert json.loads((out / "environment.json").read_text())["torch"] == torch.__version__
+    assert "KFAC over SGD" in (out / "summary.txt").read_text()
+
+
+def test_events_tell_the_whole_story(tmp_path: Path) -> None:
+    train(small.recipe(train__target=0.01), out=tmp_path / "run")
+    events = read(tmp_path / "run" / "events.jsonl")
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start"
+    assert kinds[-2:] == ["layers", "finish"]
+    start, step = events[0], next(event for event in events if event["event"] == "step")
+    assert (start["steps"], start["steps_per_epoch"], start["batch"]) == (12, 4, 32)
+    assert (start["kind"], start["metric"], start["resumed"]) == ("kfac", "accuracy", None)
+    fields = {"step", "epoch", "loss", "lr", "seconds", "samples_per_second", "memory", "phases"}
+    assert fields | {"damping", "kl_clip", "momentum"} <= set(step)
+    assert {"forward_backward", "optimizer", "observe", "refresh", "precondition"} <= set(
+        step["phases"]
+    )
+    assert [e["step"] for e in events if e["event"] == "step"] == [1, 3, 6, 9, 12]
+    assert [e["step"] for e in events if e["event"] == "eval"] == [4, 8, 12]
+    assert [e["step"] for e in events if e["event"] == "checkpoint"] == [4, 8, 12]
+    assert (events[-1]["status"], events[-1]["stats"]["steps"]) == ("done", 12)
+
+
+def test_layers_are_listed_with_what_they_cost(tmp_path: Path) -> None:
+    events = Events()
+    train(small.recipe(), listeners=[events])
+    [found] = events.of("layers")
+    names = [layer["name"] for layer in found["layers"]]
+    assert names == ["0", "4", "9"]
+    first = found["layers"][0]
+    assert (first["kind"], first["shape"], first["parameters"]) == ("Conv2d", [4, 9], 36)
+    assert first["seconds"]["refresh"] > 0
+    assert {one["name"] for one in found["skipped"]} == {"1.weight", "1.bias", "5.weight", "5.bias"}
+    assert all(one["why"] for one in found["skipped"])
+
+
+def test_phases_add_up_to_the_seconds_of_the_run() -> None:
+    result = train(small.recipe())
+    assert 0 < sum(result.phases.values()) <= result.seconds
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("precious")
+    with pytest.raises(UserError, match="exists already"):
+        train(small.recipe(), out=tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_data_that_is_missing_leaves_no_folder(tmp_path: Path) -> None:
+    recipe = small.recipe(data={"name": "text", "path": str(tmp_path / "nothing")})
+    with pytest.raises(UserError, match="nothing"):
+        train(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+class Forgetful(nn.Sequential):
+    """A model with dropout, whose random numbers must be the same after a resume."""
+
+    def __init__(self, num_classes: int, sample_shape: tuple[int, ...]) -> None:
+        size = sample_shape[0] * sample_shape[1] * sample_shape[2]
+        super().__init__(
+            nn.Flatten(), nn.Linear(size, 16), nn.Dropout(), nn.Linear(16, num_classes)
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "kfac"])
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_a_resumed_run_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, forgetful: bool
+) -> None:
+    """Momentum, BatchNorm, statistics of K-FAC, schedule, dropout, augmentation and mixup."""
+    monkeypatch.setitem(models._MODELS, "forgetful", Forgetful)
+    changes: dict[str, Any] = {"model": {"name": "forgetful"}} if forgetful else {}
+    recipe = small.recipe(train__mixup=0.4, **changes)
+    whole = train(recipe, optimizer, out=tmp_path / "whole")
+    stop = [at_step(6, interrupt())]
+    part = train(recipe, optimizer, out=tmp_path / "part", listeners=stop)
+    assert (part.status, part.signal) == ("stopped", signal.SIGTERM)
+    assert part.step < 12
+    rest = train(recipe, optimizer, resume=tmp_path / "part")
+    assert (rest.status, rest.step) == ("done", 12)
+    assert small.same(small.weights(tmp_path / "whole"), small.weights(tmp_path / "part"))
+    assert [p.loss for p in rest.curve] == [p.loss for p in whole.curve]
+
+
+@pytest.mark.slow
+def test_soap_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = small.recipe(**{"optimizers.soap.lr": 0.003})
+    train(recipe, "soap", out=tmp_path / "whole")
+    train(recipe, "soap", out=tmp_path / "part", listeners=[at_step(6, interrupt())])
+    train(recipe, "soap", resume=tmp_path / "part")
+    assert small.same(small.weights(tmp_path / "whole"), small.weights(tmp_path / "part"))
+
+
+def test_events_go_on_where_they_were(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(small.recipe(), out=folder, listeners=[at_step(6, interrupt(signal.SIGINT))])
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "ste')  # what a killed process may leave
+    train(small.recipe(), resume=folder)
+    events = read(folder / "events.jsonl")
+    starts = [event["resumed"] for event in events if event["event"] == "start"]
+    statuses = [event["status"] for event in events if event["event"] == "finish"]
+    seconds = [event["seconds"] for event in events if "seconds" in event]
+    assert starts == [None, 7]  # the step during which the signal came is finished
+    assert statuses == ["stopped", "done"]
+    assert seconds == sorted(seconds)
+    assert all(line.startswith("{") for line in (folder / "events.jsonl").read_text().splitlines())
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    before = small.weights(tmp_path / "run")
+    assert train(small.recipe(), resume=tmp_path / "run").step == 12
+    assert small.same(before, small.weights(tmp_path / "run"))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    assert train(small.recipe(), resume=tmp_path / "run").curve[0].step == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__width": 8}, "its model.width is 4, and here it is 8"),
+        ({"train__batch": 16}, "its train.batch is 32, and here it is 16"),
+        ({"optimizers__kfac__lr": 1.0}, "its optimizer.lr is 0.05, and here it is 1.0"),
+        ({"train__seed": 3}, "its train.seed is None, and here it is 3"),
+        ({"train__steps": 20}, "belongs to a run of 12 steps, and this one has 20"),
+    ],
+)
+def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    with pytest.raises(UserError, match=words):
+        train(small.recipe(**changes), resume=tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Even if somebody has copied it into the folder and made it look alike."""
+    train(small.recipe(), out=tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    content["model"] = {"other.weight": torch.zeros(3)}
+    torch.save(content, path)
+    with pytest.raises(UserError, match="does not fit this model or optimizer"):
+        train(small.recipe(), resume=tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.pt"
+    if content is None:
+        torch.save({"format": 99}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="checkpoint"):
+        train(small.recipe(), resume=tmp_path / "run")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run folder"):
+        train(small.recipe(), resume=tmp_path)
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_fails_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    recipe = small.recipe(
+        **{"optimizers.sgd.lr": 1e20, "schedule.shape": "constant", "schedule.warmup": 0.0}
+    )
+    result = train(recipe, "sgd", out=tmp_path / "run")
+    assert result.status == "failed"
+    assert "the loss was not finite at step" in result.message
+    events = read(tmp_path / "run" / "events.jsonl")
+    assert [e["event"] for e in events if e["event"] in ("failure", "finish")] == [
+        "failure",
+        "finish",
+    ]
+    assert events[-1]["status"] == "failed"
+
+
+def test_parameters_of_the_last_checkpoint_stay_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kronfac.train.stepping import Stepper
+
+    real = Stepper.take
+
+    def break_later(self: Stepper, step: int, *args: Any) -> torch.Tensor:
+        loss = real(self, step, *args)
+        return loss * float("nan") if step >= 5 else loss
+
+    monkeypatch.setattr(Stepper, "take", break_later)
+    result = train(small.recipe(), "sgd", out=tmp_path / "run")
+    assert (result.status, result.step) == ("failed", 6)
+    assert "the checkpoint of step 4 stays" in result.message
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def fill() -> None:
+        (folder / "checkpoint.pt.part").symlink_to("/dev/full")
+
+    with pytest.raises(UserError, match="the disk is full; what was saved before is still there"):
+        train(small.recipe(), out=folder, listeners=[at_step(6, fill)])
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["step"] == 4
+    assert read(folder / "events.jsonl")[-1]["event"] == "failure"
+    assert train(small.recipe(), resume=folder).status == "done"
+
+
+def test_a_full_disk_while_events_are_written_is_one_sentence(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    (tmp_path / "run" / "events.jsonl").unlink()
+    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"events\.jsonl cannot be written: the disk is full"):
+        train(small.recipe(), resume=tmp_path / "run")
+
+
+def test_whatever_ends_a_run_leaves_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kronfac.train.stepping import Stepper
+
+    def burst(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Stepper, "take", burst)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(small.recipe(), out=tmp_path / "run")
+    last = read(tmp_path / "run" / "events.jsonl")[-1]
+    assert (last["event"], last["message"]) == ("failure", "out of memory")
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    from kronfac.train.stepping import Stepper
+
+    real = Stepper.take
+
+    def warn(self: Stepper, step: int, *args: Any) -> torch.Tensor:
+        if step == 2:
+            warnings.warn("something is odd", stacklevel=1)
+        return real(self, step, *args)
+
+    monkeypatch.setattr(Stepper, "take", warn)
+    events = Events()
+    train(small.recipe(), "sgd", listeners=[events])
+    assert [(e["step"], e["message"]) for e in events.of("warning")] == [(2, "something is odd")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train__batch": 33, "train__micro_batches": 2}, "choose a multiple of 2"),
+        ({"train__batch": 1000}, "128 training samples"),
+        ({"schedule__warmup": 9.0}, "schedule.warmup = 9 epochs is not shorter than the run"),
+        ({"model__name": "resent20"}, "unknown model 'resent20'"),
+        ({"data__name": "digit"}, "unknown data set 'digit'"),
+        ({"optimizers__kfac__damping": -1.0}, "damping=-1.0 must be a positive"),
+    ],
+)
+def test_values_that_cannot_be_used_are_one_sentence(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        train(small.recipe(**changes))
