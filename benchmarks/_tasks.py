@@ -22,29 +22,39 @@ class Task:
     lengths: tuple[int, ...]
     first_length: int  # at which learning rates are tried
     margin: float  # by which tuning must pass the target, so that other seeds reach it too
+    #: Learning rate of the parameters that are no matrices, as a share of the matrices'.
+    other: dict[str, float]
+
+    def changes(self, optimizer: str, rate: float) -> tuple[tuple[str, float], ...]:
+        """What a learning rate sets in the optimizer's table."""
+        if optimizer not in self.other:
+            return (("lr", rate),)
+        return ("lr", rate), ("other_lr", rate * self.other[optimizer])
 
 
 _IMAGE_RATES = {
-    "sgd": (0.05, 0.1, 0.2, 0.4),
-    "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "sgd": (0.1, 0.2, 0.4, 0.8),
+    "adamw": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "muon": (0.02, 0.04, 0.08, 0.16),
-    "soap": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
-    "kfac": (0.025, 0.05, 0.1, 0.2),
+    "soap": (2.5e-3, 5e-3, 1e-2, 2e-2),
+    "kfac": (0.05, 0.1, 0.2, 0.4),
 }
 _TEXT_RATES = {
     "sgd": (0.05, 0.1, 0.2, 0.4),
-    "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
+    "adamw": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "muon": (0.01, 0.02, 0.04, 0.08),
-    "soap": (1.25e-3, 2.5e-3, 5e-3, 1e-2),
-    "kfac": (0.005, 0.01, 0.02, 0.04),
+    "soap": (2.5e-3, 5e-3, 1e-2, 2e-2),
+    "kfac": (0.01, 0.02, 0.04, 0.08),
 }
 _LENGTHS = (80, 120, 160, 220, 300, 400, 560, 720)
 
 TASKS = {
     task.name: task
     for task in (
-        Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, margin=0.005),
-        Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, margin=0.005),
-        Task("text", _TEXT_RATES, (100, 140, 200, 280, 400), 200, margin=0.01),
+        Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, 0.005, {"muon": 0.125, "kfac": 1.0}),
+        Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, 0.005, {"muon": 0.125, "kfac": 1.0}),
+        Task(
+            "text", _TEXT_RATES, (100, 140, 200, 280, 400), 200, 0.01, {"muon": 0.25, "kfac": 0.25}
+        ),
     )
 }

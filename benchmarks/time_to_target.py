@@ -34,7 +34,8 @@ BASE = "sgd"
 
 def trial(task: str, optimizer: str, seed: int) -> Trial:
     found = chosen(task, optimizer)
-    return Trial(task, optimizer, found["steps"], seed, (("lr", found["lr"]),))
+    changes = TASKS[task].changes(optimizer, found["lr"])
+    return Trial(task, optimizer, found["steps"], seed, changes)
 
 
 def measure(

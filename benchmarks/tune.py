@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py [--tasks cifar10,text] [--optimizers sgd,kfac] [--workers 2]
 
-1. Four learning rates at one length; a best one at the edge adds one more beyond it.
+1. Four learning rates at one length; while the best is at the edge, one more beyond it.
 2. The best one at lengths found by bisection: the shortest that passes the target.
 3. Both neighbouring learning rates at the next shorter length.
 
@@ -42,7 +42,8 @@ class Search:
         """Higher is better: accuracy, or loss with its sign turned."""
         found = [t for t in self.trials if (t["lr"], t["steps"], t["seed"]) == (rate, steps, seed)]
         if not found:
-            trial = Trial(self.task.name, self.optimizer, steps, seed, (("lr", rate),))
+            changes = self.task.changes(self.optimizer, rate)
+            trial = Trial(self.task.name, self.optimizer, steps, seed, changes)
             result = run(trial, data_dir=self.data_dir, holdout=True, only_end=True)
             keys = ("steps", "seed", "status", "accuracy", "loss", "seconds")
             found = [{"lr": rate, **{key: result[key] for key in keys}}]
@@ -67,7 +68,7 @@ class Search:
         """Search; returns the learning rate and the number of steps."""
         rates = list(self.task.rates[self.optimizer])
         best = self.best(rates)
-        if best in (rates[0], rates[-1]):
+        while best in (rates[0], rates[-1]):
             rates.append(best * 2 if best == rates[-1] else best / 2)
             rates.sort()
             best = self.best(rates)
