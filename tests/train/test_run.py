@@ -88,6 +88,15 @@ def test_options_of_training_work(optimizer: str, changes: dict[str, Any]) -> No
         assert changed.loss != plain.loss
 
 
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_numbers() -> None:
+    """For one optimizer after the other, in one process."""
+    for optimizer in ("sgd", "kfac"):
+        plain = train(small.recipe(train__steps=6), optimizer)
+        compiled = train(small.recipe(train__steps=6, train__compile=True), optimizer)
+        assert compiled.loss == pytest.approx(plain.loss, rel=1e-3)
+
+
 def test_text_is_measured_by_its_loss(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(64)) * 100)
@@ -351,6 +360,15 @@ def test_parameters_of_the_last_checkpoint_stay_finite(
     assert (result.status, result.step) == ("failed", 6)
     assert "the checkpoint of step 4 stays" in result.message
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 4
+
+
+def test_curvature_that_cannot_be_solved_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kronfac.methods.kfac import KFACBlock
+
+    monkeypatch.setattr(KFACBlock, "refresh", lambda *args: None)
+    result = train(small.recipe(**{"optimizers.kfac.refresh_every": 1}))
+    assert result.status == "failed"
+    assert "could not be solved 5 times in a row; raise damping" in result.message
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:

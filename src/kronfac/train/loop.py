@@ -20,6 +20,8 @@ from kronfac.train.stepping import Stepper
 
 #: What ranks tell each other, beside numbers of signals, which are smaller.
 _NOT_FINITE = 1000
+#: K-FAC gives up, on all ranks together, with a sentence that contains this.
+_UNSOLVED = "could not be solved"
 
 Save = Callable[["Loop"], None]
 
@@ -58,7 +60,6 @@ class Loop:
         self._saved = self.step
         setup.plain.train()
         flag = self._train() if not self._is_over() else 0
-        setup.ranks.settle()
         result.step, result.seconds = self.step, self.clock.seconds
         result.memory = peak_bytes(setup.device)
         if flag >= _NOT_FINITE:
@@ -74,6 +75,18 @@ class Loop:
 
     def _train(self) -> int:
         """Returns why it ended: 0 for the end, else a flag that all ranks have agreed on."""
+        try:
+            flag = self._steps()
+        except RuntimeError as error:
+            if _UNSOLVED not in str(error):
+                raise
+            self.clock.pause()
+            self.result.message = str(error)
+            flag = _NOT_FINITE
+        self.setup.ranks.settle()
+        return flag
+
+    def _steps(self) -> int:
         setup = self.setup
         last = setup.steps - 1
         self.clock.start()
@@ -182,7 +195,7 @@ class Loop:
     def _fail(self) -> None:
         self.result.status = "failed"
         kept = f"; the checkpoint of step {self._saved} stays" if self._saved > 0 else ""
-        self.result.message = (
+        self.result.message = self.result.message or (
             f"the loss was not finite at step {self.step}{kept}; lower the learning rate, or raise "
             "warm-up or damping."
         )

@@ -70,7 +70,7 @@ def train(
     loggers.check(log)
     ranks, where = current(), choose_device(device)
     saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
-    with isolated(job.train.deterministic and where.type == "cuda"):
+    with isolated(where, job.train.deterministic):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
         run = _Run(setup, folder, stop_at_target, list(listeners))
         run.restore(saved)
@@ -203,12 +203,13 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 
 @contextmanager
-def isolated(deterministic: bool) -> Iterator[None]:
-    """Leave torch's random numbers and settings as they were."""
+def isolated(device: torch.device, deterministic: bool) -> Iterator[None]:
+    """Leave torch's random numbers and settings as they were; CPUs are deterministic anyway."""
+    gpus = [device] if device.type == "cuda" else []
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    with torch.random.fork_rng():
-        if deterministic:
+    with torch.random.fork_rng(devices=gpus):
+        if deterministic and gpus:
             torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

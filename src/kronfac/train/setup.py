@@ -95,6 +95,8 @@ def _model(job: Job, source: Any, device: torch.device) -> nn.Module:
 def _wrapped(plain: nn.Module, job: Job, ranks: Ranks, device: torch.device) -> nn.Module:
     model = plain
     if job.train.compile:
+        # Code that was compiled for an earlier run of this process would not see the hooks of K-FAC.
+        torch.compiler.reset()
         model = torch.compile(model)  # type: ignore[assignment]
     if ranks.size > 1:
         ids = [device.index] if device.type == "cuda" else None
