@@ -12,8 +12,8 @@ BENCH  ?= *
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
 
-demo: $(VENV)/.dev ## Train a small network with and without K-FAC
-	$(BIN)/python examples/digits.py
+demo: $(VENV)/.dev ## Compare K-FAC with other optimizers on digits: a table and a report
+	$(BIN)/kronfac compare digits --optimizers sgd,adamw,muon,kfac --seeds 3
 
 test: $(VENV)/.dev ## Run the tests (slow ones: .venv/bin/pytest -m slow)
 	$(BIN)/pytest -q

@@ -3,29 +3,27 @@
     python benchmarks/defaults.py [--seeds 3]
 
 A drop-in user keeps the base optimizer and its learning rate, so that is what is tried: SGD with Nesterov
-momentum at three learning rates around the one that suits SGD itself, on the network of
-`examples/digits.py`. The number is test accuracy after a short run, the mean over seeds; "diverged" means
-that at least one seed ended with a loss that is not finite, or at the level of guessing.
+momentum at three learning rates around the one that suits SGD itself, on a network of three convolutions
+without norms. The number is test accuracy after a short run, the mean over seeds; "diverged" means that
+at least one seed ended with a loss that is not finite, or at the level of guessing.
 """
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from _common import machine_line, table, write_json
 from torch import nn
 
 import kronfac
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from digits import train
+from kronfac.train import data
 
 RATES = (0.03, 0.1, 0.2)
 EPOCHS = 4
+BATCH = 64
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "rescale=None": {"rescale": None},
@@ -54,12 +52,44 @@ def with_options(options: dict[str, Any]) -> Callable[[nn.Module, float], torch.
     return lambda model, lr: kronfac.KFAC(model, sgd(model, lr), **options)
 
 
+def make_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, 3, padding=1, stride=2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(64, 64, 3, padding=1, stride=2),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64 * 4, 10),
+    )
+
+
+def train(make: Callable[..., torch.optim.Optimizer], lr: float, seed: int) -> float:
+    """Test accuracy after a short run with a learning rate that falls to zero."""
+    source = data.load("digits")
+    batches = data.Batches(source, BATCH, seed=seed)
+    torch.manual_seed(seed)
+    model = make_network()
+    optimizer = make(model, lr)
+    total = EPOCHS * batches.steps_per_epoch
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+    for images, labels in batches.iterate(0, total):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        tested = [(model(x).argmax(1) == y).sum().item() for x, y in batches.test(500)]
+    return sum(tested) / source.num_test
+
+
 def accuracy(make: Callable[..., torch.optim.Optimizer], lr: float, seeds: int) -> float | None:
     """Mean final accuracy, or None if a seed diverged."""
     finals = []
     for seed in range(seeds):
         try:
-            finals.append(train(make, lr, EPOCHS, seed, every=10**6).accuracy[-1])
+            finals.append(train(make, lr, seed))
         except RuntimeError:  # no curvature can be solved any more
             return None
     return statistics.mean(finals) if min(finals) > 0.2 else None

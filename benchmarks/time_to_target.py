@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from _common import RESULTS, machine_line, table, write_json
-from _tasks import OPTIMIZERS, TASKS
+from _tasks import OPTIMIZERS, TABLE, TASKS
 from _trials import Trial, run
 from tune import chosen
 
@@ -187,7 +187,7 @@ def plot(runs: list[dict[str, Any]], found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--tasks", default=",".join(TABLE))
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir")
