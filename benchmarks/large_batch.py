@@ -24,12 +24,12 @@ TASK = "digits"
 TARGET = 0.97
 BATCHES = (32, 64, 128, 256, 512, 1024)
 RATES = {
-    "sgd": (0.05, 0.1, 0.2, 0.4, 0.8, 1.6),
-    "kfac": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+    "sgd": (0.1, 0.2, 0.4, 0.8, 1.6),
+    "kfac": (0.05, 0.1, 0.2, 0.4, 0.8),
 }
 #: Steps of a schedule, each about a quarter more than the one before.
-LENGTHS = (6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 320)
-SEEDS = (0, 1, 2)
+LENGTHS = (8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200)
+SEEDS = (0, 1)
 
 
 def mean_accuracy(optimizer: str, batch: int, rate: float, steps: int) -> float:

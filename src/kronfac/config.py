@@ -59,6 +59,7 @@ class Options:
     exclude: tuple[Pattern, ...]
     on_missing: Missing
     max_grad_norm: float | None = None
+    power: float = 1.0
 
     @property
     def sampled(self) -> bool:
@@ -87,6 +88,7 @@ class Options:
         if self.max_grad_norm is not None:
             check_positive("max_grad_norm", self.max_grad_norm)
         self._check_loss_average()
+        self._check_power()
         for name in ("include", "exclude"):
             for pattern in getattr(self, name):
                 if not isinstance(pattern, str) and not (
@@ -96,6 +98,24 @@ class Options:
                         f"{name} holds {pattern!r}; give name patterns such as 'layer1.*' or "
                         "module types such as torch.nn.Linear."
                     )
+
+    def _check_power(self) -> None:
+        if not _is_real(self.power) or not 0 < self.power <= 1:
+            raise ValueError(
+                f"power={self.power!r} must be a number in (0, 1]: 1 or 0.5, for example."
+            )
+        if self.power == 1:
+            return
+        if self.solver not in ("auto", "eigen"):
+            raise ValueError(
+                f"power={self.power!r} needs eigenvalues, which solver={self.solver!r} does not find; "
+                "choose solver='eigen'."
+            )
+        if self.rescale == "quadratic":
+            raise ValueError(
+                f"power={self.power!r} does not minimise the quadratic model that "
+                "rescale='quadratic' builds; choose another rescale, or power=1."
+            )
 
     def _check_loss_average(self) -> None:
         value = self.loss_average

@@ -51,6 +51,8 @@ class KFAC(Preconditioned):
         sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators);
             ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond.
+        power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,
+            suits some transformers better. Below 1 only with the eigen solver.
         momentum: heavy ball taken before preconditioning; the base then usually has none.
         nesterov: look ahead with it.
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
@@ -97,6 +99,7 @@ class KFAC(Preconditioned):
         fisher: Fisher = "empirical",
         sharing: Sharing = "expand",
         solver: SolverOption = "auto",
+        power: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = False,
         rescale: RescaleOption | None = "auto",
@@ -129,6 +132,7 @@ class KFAC(Preconditioned):
             exclude=as_patterns(exclude),
             on_missing=on_missing,
             max_grad_norm=max_grad_norm,
+            power=power,
         )
         intervals = as_intervals(factor_every, refresh_every)
         schedules = Schedules(as_schedule(damping), *intervals, decay, momentum)
@@ -139,11 +143,17 @@ class KFAC(Preconditioned):
     def _make_block(self, layer: Layer, per_sample: bool) -> Block:
         options = self._preconditioner.options
         if layer.unit_wise:
-            return UnitWiseBlock(layer.matrix_shape, layer.factor_dtype, per_sample=per_sample)
+            return UnitWiseBlock(
+                layer.matrix_shape,
+                layer.factor_dtype,
+                per_sample=per_sample,
+                power=options.power,
+            )
         return KFACBlock(
             layer.matrix_shape,
             layer.factor_dtype,
-            solver=options.solver,
+            solver=options.solver if options.power == 1 else "eigen",
+            power=options.power,
             max_dim=options.max_dim,
             output_factor=options.fisher != "forward",
             per_sample=per_sample,

@@ -54,10 +54,12 @@ class KFACBlock(Block):
         output_factor: bool,
         per_sample: bool,
         picks_columns: bool = False,
+        power: float = 1.0,
     ) -> None:
         *batch, d_out, d_in = shape
         self.shape = shape
         self.dtype = dtype
+        self.power = power
         self.holds_rows = per_sample
         self.picks_columns = picks_columns
         dense_input = d_in <= max_dim and not picks_columns
@@ -228,7 +230,8 @@ class KFACBlock(Block):
     def signature(self) -> Hashable:
         """See :attr:`Block.signature`."""
         forms = tuple(self.forms.values())
-        return KFACBlock, self.shape, self.dtype, self.solver, forms, self.picks_columns
+        kind = KFACBlock, self.shape, self.dtype, self.solver, self.power
+        return *kind, forms, self.picks_columns
 
     def raw_columns(self, solution: Tensors) -> Tensor | None:
         """See :meth:`Block.raw_columns`."""
@@ -266,11 +269,14 @@ class KFACBlock(Block):
         return turned if rotate_in is None else turned @ rotate_in
 
     def _damped(self, solution: Tensors, damping: float) -> Tensor:
-        """Eigenvalues of ``G ⊗ A + γI``, in one pass."""
+        """Eigenvalues of ``(G ⊗ A + γI)ᵖ``, without the power in one pass."""
         values = solution["A.values"][..., None, :]
         if self.forms["G"] == "identity":
-            return values + damping
-        return torch.addcmul(values.new_full((), damping), solution["G.values"][..., None], values)
+            damped = values + damping
+        else:
+            shift = values.new_full((), damping)
+            damped = torch.addcmul(shift, solution["G.values"][..., None], values)
+        return damped if self.power == 1 else damped.pow_(self.power)
 
     def _eigenvalues(self, solution: Tensors) -> Tensor:
         """Eigenvalues of ``G ⊗ A`` as a matrix, or as a row that stands for all of them."""

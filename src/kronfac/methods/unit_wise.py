@@ -23,8 +23,16 @@ class UnitWiseBlock(Block):
     label = "unit-wise"
     undamped = True
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, per_sample: bool) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        per_sample: bool,
+        power: float = 1.0,
+    ) -> None:
         channels, _, size = shape
+        self.power = power
         self.shape = shape
         self.dtype = dtype
         self.holds_rows = per_sample
@@ -48,16 +56,18 @@ class UnitWiseBlock(Block):
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         """See :meth:`Block.precondition`."""
-        values, vectors = solution["F.values"], solution.get("F.vectors")
+        values, vectors = solution["F.values"] + damping, solution.get("F.vectors")
+        if self.power != 1:
+            values = values.pow(self.power)
         if vectors is None:
-            return gradient / (values + damping)[..., None]
-        turned = (gradient.mT * vectors).sum(-2) / (values + damping)
+            return gradient / values[..., None]
+        turned = (gradient.mT * vectors).sum(-2) / values
         return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
 
     @property
     def signature(self) -> Hashable:
         """See :attr:`Block.signature`."""
-        return UnitWiseBlock, self.shape, self.dtype
+        return UnitWiseBlock, self.shape, self.dtype, self.power
 
     def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
         """See :meth:`Block.quadratic`."""
