@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from tests.test_phases import assert_layers_are_whole
 from tests.training import (
     SAMPLES,
     assert_close,
@@ -219,6 +220,20 @@ def test_at_most_two_graphs_over_fifty_steps() -> None:
     assert counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
     assert optimizer.stats()["factor_updates"] >= 5
+
+
+def test_timing_by_layer_needs_no_other_graph() -> None:
+    model = mlp()
+    optimizer = kfac(model)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    one_loss(run, optimizer)
+    optimizer.step()
+    with optimizer.timed() as seconds:
+        one_loss(run, optimizer)
+        optimizer.step()
+    assert_layers_are_whole(seconds, optimizer)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 def test_nothing_is_observed_inside_no_capture() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layer_state import LayerState
+from kronfac.phases import Phases
 
 #: Larger matrices keep a device busy by themselves, and copies of them would cost memory.
 MAX_ELEMENTS = 2**18
@@ -51,7 +52,8 @@ class Batch:
 class Batches:
     """Which layers go together; a layer that misses a step leaves its batch for that step."""
 
-    def __init__(self) -> None:
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
         self._batches: dict[Hashable, Batch] = {}
 
     def clear(self) -> None:
@@ -70,14 +72,17 @@ class Batches:
             batch = self._batch(kind, states)
             if batch is None:
                 for state in states:
-                    assert state.solution is not None
-                    result[state] = state.block.precondition(
-                        state.solution, gradients[state], damping
-                    )
+                    result[state] = self._alone(state, gradients[state], damping)
             else:
-                found = batch.precondition([gradients[state] for state in states], damping)
+                with self._phases.part("precondition", *(state.name for state in states)):
+                    found = batch.precondition([gradients[state] for state in states], damping)
                 result |= dict(zip(states, found, strict=True))
         return result
+
+    def _alone(self, state: LayerState, gradient: Tensor, damping: float) -> Tensor:
+        assert state.solution is not None
+        with self._phases.part("precondition", state.name):
+            return state.block.precondition(state.solution, gradient, damping)
 
     def _batch(self, kind: Hashable, states: list[LayerState]) -> Batch | None:
         if kind is None or len(states) == 1:

@@ -328,7 +328,7 @@ class Capture:
     def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
         if not state.observed:
             return
-        with self.phases("observe-input"):
+        with self.phases("observe-input", state.name):
             rows = state.layer.inputs(values)
             if rows is None:
                 return
@@ -394,7 +394,7 @@ class Capture:
         self.passes[seen] = None
         if not state.observed:
             return
-        with self.phases("observe-output"):
+        with self.phases("observe-output", state.name):
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)

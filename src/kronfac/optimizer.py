@@ -39,6 +39,7 @@ from kronfac.distributed.world import World
 from kronfac.hooks import remove_inert_hooks
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
+from kronfac.phases import Seconds
 from kronfac.preconditioner import Preconditioner
 from kronfac.refusals import (
     check_base,
@@ -465,8 +466,11 @@ class Preconditioned(Optimizer, Joinable, ABC):
         """
         return self._preconditioner.stats()
 
-    def timed(self) -> AbstractContextManager[dict[str, float]]:
-        """Add up the seconds of each phase of the steps inside; waits for the device."""
+    def timed(self) -> AbstractContextManager[Seconds]:
+        """Add up the seconds of each phase of the steps inside; waits for the device.
+
+        It gives seconds by phase, of this rank; their ``layers`` has those of single layers.
+        """
         return self._preconditioner.phases.timed()
 
     def summary(self) -> str:

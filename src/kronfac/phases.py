@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+_UNTIMED = nullcontext()
+
 
 class Seconds(dict[str, float]):
-    """Seconds by phase; ``layers`` has those that were measured for single layers, by name and phase."""
+    """Seconds by phase; ``layers`` has those of single layers, by name and phase.
+
+    A layer has ``observe-input``, ``observe-output``, ``refresh`` and ``precondition``, as far as this
+    process has worked on it. Layers that are preconditioned together have equal parts of the time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers: dict[str, dict[str, float]] = {}
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count for a phase."""
+        self[phase] = self.get(phase, 0.0) + seconds
+
+    def add_to_layers(self, phase: str, layers: Sequence[str], seconds: float) -> None:
+        """Count for some layers what a phase did for all of them at once."""
+        for layer in layers:
+            own = self.layers.setdefault(layer, {})
+            own[phase] = own.get(phase, 0.0) + seconds / len(layers)
 
 
 class Phases:
@@ -24,8 +40,8 @@ class Phases:
         self._seconds: Seconds | None = None
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Mark the enclosed work as one phase."""
+    def __call__(self, name: str, layer: str | None = None) -> Iterator[None]:
+        """Mark the enclosed work as one phase, or as what a phase does for one layer."""
         with torch.profiler.record_function(f"kronfac.{name}"):
             seconds = self._seconds
             if seconds is None:
@@ -35,20 +51,14 @@ class Phases:
             try:
                 yield
             finally:
-                seconds[name] = seconds.get(name, 0.0) + _now() - started
+                spent = _now() - started
+                seconds.add(name, spent)
+                if layer is not None:
+                    seconds.add_to_layers(name, [layer], spent)
 
-    @contextmanager
-    def layer(self, phase: str, name: str) -> Iterator[None]:
-        """Mark the part of a phase that is about one layer; free unless phases are timed."""
-        if self._seconds is None:
-            yield
-            return
-        own = self._seconds.layers.setdefault(name, {})
-        started = _now()
-        try:
-            yield
-        finally:
-            own[phase] = own.get(phase, 0.0) + _now() - started
+    def part(self, phase: str, *layers: str) -> AbstractContextManager[None]:
+        """Mark what a phase that is marked already does for some layers; free unless timed."""
+        return _UNTIMED if self._seconds is None else _Part(self._seconds, phase, layers)
 
     @contextmanager
     def timed(self) -> Iterator[Seconds]:
@@ -59,6 +69,19 @@ class Phases:
             yield seconds
         finally:
             self._seconds = before
+
+
+class _Part(AbstractContextManager[None]):
+    """Times what one phase does for some layers; a class, since many are opened in a step."""
+
+    def __init__(self, seconds: Seconds, phase: str, layers: Sequence[str]) -> None:
+        self.seconds, self.phase, self.layers = seconds, phase, layers
+
+    def __enter__(self) -> None:
+        self.started = _now()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds.add_to_layers(self.phase, self.layers, _now() - self.started)
 
 
 def _now() -> float:

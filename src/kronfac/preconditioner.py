@@ -73,7 +73,7 @@ class Preconditioner:
         self.team: Team | None = None
         self.ownership: Ownership | None = None
         self.spreading: Spreading | None = None
-        self._batches = Batches()
+        self._batches = Batches(self.phases)
         self._missing = Missing(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Preconditioner:
         if self.team is None:
             with self.phases("refresh"):
                 for state in due:
-                    with self.phases.layer("refresh", state.name):
+                    with self.phases.part("refresh", state.name):
                         self._solve_here(state, damping)
         elif due:
             solutions = self.team.solve(due, damping)
@@ -396,7 +396,8 @@ class Preconditioner:
                 state.reset()
             if not state.works:
                 continue
-            before = self._with_momentum(state, state.layer.gradient())
+            with self.phases.part("precondition", state.name):
+                before = self._with_momentum(state, state.layer.gradient())
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
         updates = []

@@ -94,10 +94,10 @@ def test_load_of_ranks() -> None:
     assert layers.balance([layer("0"), layer("1"), layer("0,1")], world=2) == [10.0, 17.0]
 
 
-def test_without_seconds_the_sides_tell_the_work() -> None:
-    assert layer("0", (3, 2), seconds={}).work == 35
-    assert layer("0", (4, 3, 2), seconds={}).work == 4 * 35  # four groups
-    assert layer("0", (), seconds={}).work == 8  # its bytes
+def test_the_sides_tell_the_work() -> None:
+    assert layer("0", (3, 2)).work == 35  # seconds are those of one rank
+    assert layer("0", (4, 3, 2)).work == 4 * 35  # four groups
+    assert layer("0", ()).work == 8  # its bytes
 
 
 @pytest.mark.parametrize(

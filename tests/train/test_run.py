@@ -184,7 +184,8 @@ def test_layers_are_listed_with_what_they_cost(tmp_path: Path) -> None:
     assert names == ["0", "4", "9"]
     first = found["layers"][0]
     assert (first["kind"], first["shape"], first["parameters"]) == ("Conv2d", [4, 9], 36)
-    assert first["seconds"]["refresh"] > 0
+    for layer in found["layers"]:
+        assert set(layer["seconds"]) == {"observe", "refresh", "precondition"}
     assert {one["name"] for one in found["skipped"]} == {"1.weight", "1.bias", "5.weight", "5.bias"}
     assert all(one["why"] for one in found["skipped"])
 

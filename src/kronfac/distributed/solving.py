@@ -66,14 +66,14 @@ class Solving:
             if task.split:
                 divided.append((state, part))
             elif task.rank is None:
-                with phases("refresh"):
+                with phases("refresh", state.name):
                     self._keep(state, self._solve(state, part))
             else:
                 owned.append((state, part, task.rank))
         wire = team.settings.wire_dtype
         for state, part in divided:
             items = self._items(state, part, None)
-            with phases("refresh"):
+            with phases("refresh", state.name):
                 summand = self._solve_share(state, part)
             with phases("share"):
                 for item in items:
@@ -84,7 +84,7 @@ class Solving:
         found: dict[Work, dict[str, Tensor] | None] = {}
         for state, part, rank in owned:
             if rank == team.world.rank:
-                with phases("refresh"):
+                with phases("refresh", state.name):
                     found[state, part] = self._solve(state, part)
         if team.column.size == 1:
             for (state, _), solution in found.items():

@@ -344,16 +344,22 @@ class Team:
 
     def _solve_local(self, solving: Solving) -> dict[LayerState, dict[str, Tensor] | None]:
         for state in filter(self.works_on, solving.due):
-            for name, running in state.running.items():
-                mean = running.mean()
-                if mean is None:
-                    continue
-                solving.means[state][name] = mean
-                outline = state.block.outline(name, mean)
-                if outline is not None:
-                    solving.outlines[state][name] = outline
+            with self.phases("refresh", state.name):
+                self._prepare_local(solving, state)
         work = [(state, part) for state in solving.due for part in state.block.parts]
         return solving.run([work], iter(()))
+
+    @staticmethod
+    def _prepare_local(solving: Solving, state: LayerState) -> None:
+        """Give a layer the means of what this rank has observed."""
+        for name, running in state.running.items():
+            mean = running.mean()
+            if mean is None:
+                continue
+            solving.means[state][name] = mean
+            outline = state.block.outline(name, mean)
+            if outline is not None:
+                solving.outlines[state][name] = outline
 
     def _stages(self, current: Round) -> list[list[Work]]:
         """Which parts can be solved after which bucket has arrived."""

@@ -13,6 +13,7 @@ from kronfac.report.svg import Markup, escape, svg, tag
 
 _HEIGHT = 22
 MOST_RANKS = 64  # columns of the map
+MOST_LAYERS = 12  # bars
 
 
 def phase_style(phase: str) -> str:
@@ -98,7 +99,7 @@ def strip(group: Group, seconds: Sequence[float], longest: float) -> Markup:
     return svg(spoken, *marks, class_="strip", height=20, style=style(group))
 
 
-def layer_bars(layers: Sequence[LayerCost], most: int = 12) -> Markup:
+def layer_bars(layers: Sequence[LayerCost], most: int = MOST_LAYERS) -> Markup:
     """The most expensive layers, by phase."""
     costly = sorted(layers, key=lambda layer: -layer.total)[:most]
     rows = []

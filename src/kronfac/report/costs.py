@@ -53,8 +53,10 @@ def _layers_of(group: Group, found: list[layers.LayerCost], many: bool) -> list[
     parts.append(paragraph(said))
     if any(layer.total for layer in found):
         names = [p for p in phases.PHASES if any(layer.seconds.get(p) for layer in found)]
-        more = f"The {min(12, len(found))} most expensive ones, seconds of a whole run:"
-        parts += [paragraph(more, "note"), bars.phase_legend(names), bars.layer_bars(found)]
+        more = "Seconds of a whole run" + (" on rank 0" if group.world > 1 else "")
+        if len(found) > bars.MOST_LAYERS:
+            more += f", of the {bars.MOST_LAYERS} most expensive layers"
+        parts += [paragraph(f"{more}:", "note"), bars.phase_legend(names), bars.layer_bars(found)]
     timed = any(layer.total for layer in found)
     summary = tag("summary", escape("All layers"))
     listed = tables.layer_table(found, group.world)

@@ -32,10 +32,13 @@ class LayerCost:
 
     @property
     def work(self) -> float:
-        """Cost for colouring: seconds if they were taken, else cubes of the factors' sides."""
+        """Cost of solving, for colouring: cubes of the factors' sides.
+
+        Seconds would not do: they are those of rank 0, which solves some layers only.
+        """
         *groups, rows, columns = (1, 0, 0, *self.shape) if len(self.shape) < 2 else self.shape
         cubes = math.prod(groups) * (rows**3 + columns**3)
-        return self.total or float(cubes) or float(self.bytes or 0)
+        return float(cubes) or float(self.bytes or 0)
 
 
 def layers(group: Group) -> list[LayerCost]:

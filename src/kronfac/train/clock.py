@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
+from kronfac.phases import Seconds
 from kronfac.train.pair import kfac_of
 
 #: K-FAC's own names, as events show them; what is not listed is shown as it is.
@@ -46,7 +47,7 @@ class TrainingClock:
     def split(self, timed: bool) -> Iterator[StepTimes]:
         """Divide the time of one step into phases; on GPUs this waits for the device."""
         times = StepTimes(self, timed)
-        context = self.kfac.timed() if timed and self.kfac is not None else nullcontext({})
+        context = self.kfac.timed() if timed and self.kfac is not None else nullcontext(Seconds())
         with context as own:
             times.own = own
             yield times
@@ -58,7 +59,7 @@ class TrainingClock:
         self._count("optimizer", times.optimizer)
         for name, seconds in times.own.items():
             self._count(_NAMES.get(name, name), seconds)
-        for layer, phases in getattr(times.own, "layers", {}).items():
+        for layer, phases in times.own.layers.items():
             kept = self.layers.setdefault(layer, {})
             for name, seconds in phases.items():
                 name = _NAMES.get(name, name)
@@ -85,7 +86,7 @@ class StepTimes:
         self._clock, self._timed = clock, timed
         self._last = clock._now(sync=timed)
         self._counted = 0.0
-        self.own: Mapping[str, float] = {}
+        self.own = Seconds()
         self.forward_backward = self.optimizer = 0.0
 
     def backward_done(self) -> None:
