@@ -51,6 +51,9 @@ def test_a_recipe_survives_its_own_dictionary(name: str) -> None:
         ("train.batch", 1.5, "train.batch = 1.5 must be a whole number"),
         ("train.compile", 1, "train.compile = 1 must be true or false"),
         ("train.target", 70, "train.target = 70.0 must be an accuracy"),
+        ("train.seed", 2**32, "train.seed = 4294967296 must be at most 4294967295"),
+        ("schedule.warmup_share", 1.0, "schedule.warmup_share = 1.0 must be in"),
+        ("data.holdout", 0, "data.holdout = 0 must be at least 1"),
         ("train.label_smoothing", 1.0, "train.label_smoothing = 1.0"),
         ("train.precision", "half", "train.precision = 'half' is not supported"),
         ("train.evaluate_every", 0.0, "train.evaluate_every = 0.0 must be a positive number"),
@@ -106,6 +109,44 @@ def test_epochs_and_steps_replace_each_other() -> None:
     assert (job.train.epochs, job.train.steps) == (2.0, None)
 
 
+@pytest.mark.parametrize("first", ["optimizers.kfac.steps", "optimizers.kfac.train.steps"])
+@pytest.mark.parametrize("then", ["optimizers.kfac.epochs", "optimizers.kfac.train.epochs"])
+def test_they_do_so_in_the_table_of_an_optimizer(first: str, then: str) -> None:
+    job = recipe_files.change(small.recipe(**{first: 5}), {then: 2}).job()
+    assert (job.train.epochs, job.train.steps) == (2.0, None)
+
+
+@pytest.mark.parametrize("table", ["schedule", "optimizers.kfac.schedule"])
+def test_both_ways_to_say_a_warm_up_replace_each_other(table: str) -> None:
+    shared = small.recipe(**{f"{table}.warmup_share": 0.1})
+    assert (shared.job().schedule.warmup, shared.job().schedule.warmup_share) == (0.0, 0.1)
+    part = recipe_files.change(shared, {f"{table}.warmup": 0.5}).job().schedule
+    assert (part.warmup, part.warmup_share) == (0.5, 0.0)
+
+
+def test_both_kinds_of_targets_replace_each_other() -> None:
+    job = recipe_files.change(small.recipe(train__target=0.9), ["train.target_loss=0.5"]).job()
+    assert (job.train.target, job.train.target_loss) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [("train", "\\[train\\] has both 'target'"), ("schedule", "\\[schedule\\] has both 'warmup'")],
+)
+def test_a_file_may_not_say_both(first: str, words: str) -> None:
+    content = copy.deepcopy(small.CONTENT)
+    content["train"] |= {"target": 0.9, "target_loss": 0.5} if first == "train" else {}
+    content["schedule"] |= {"warmup_share": 0.1} if first == "schedule" else {}
+    with pytest.raises(UserError, match=words):
+        Recipe.from_dict("small", content)
+
+
+@pytest.mark.parametrize("key", ["optimizers", "optimizers.kfac", "optimizers.kfac.train"])
+def test_a_value_in_the_place_of_a_table_is_refused_whatever_follows(key: str) -> None:
+    with pytest.raises(UserError, match="must be a table"):
+        recipe_files.change(small.recipe(), [f"{key}=3", "train.log_every=5"])
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -115,6 +156,7 @@ def test_epochs_and_steps_replace_each_other() -> None:
         ("a.b=linear", "linear"),
         ('a.b="linear"', "linear"),
         ("a.b=[1, 2]", [1, 2]),
+        ("a.b=2026-11-16", "2026-11-16"),
         (
             "a.b={ start = 1, factor = 0.5, epochs = [1] }",
             {"start": 1, "factor": 0.5, "epochs": [1]},
@@ -150,6 +192,7 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.toml"
-    path.write_text("[train\n")
-    with pytest.raises(UserError, match="no valid TOML"):
-        recipe_files.load(str(path))
+    for content in (b"[train\n", b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="no valid TOML"):
+            recipe_files.load(str(path))

@@ -80,7 +80,7 @@ def report(options: Namespace) -> int:
 def recipes(options: Namespace) -> int:
     """``kronfac recipes``."""
     if options.name is not None:
-        print(recipe_files.find(options.name).read_text(encoding="utf-8"), end="")
+        print(recipe_files.text(options.name), end="")
         return 0
     for name in recipe_files.shipped():
         print(name)

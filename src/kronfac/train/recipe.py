@@ -14,7 +14,15 @@ from kronfac.train.tables import fill, to_table
 #: Kinds of optimizers; the name of a table stands for its kind.
 KINDS = ("sgd", "adamw", "muon", "soap", "kfac")
 #: Keys of [train] that may also stand directly in the table of an optimizer.
-_SHORT = ("epochs", "steps")
+SHORT = ("epochs", "steps")
+#: Of each pair only one may be given, so that a newer one takes the place of the other.
+EXCLUSIVE = {
+    one: other
+    for pair in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
+    for one, other in (pair, pair[::-1])
+}
+#: Above it the seeds of single steps, which are made of it, would not fit into 64 bits.
+_LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,12 @@ class TrainPart:
                 raise UserError(f"train.{name} = {value} must be a positive number of epochs.")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"train.label_smoothing = {self.label_smoothing} must be in [0, 1).")
+        if self.seed > _LARGEST_SEED:
+            raise UserError(f"train.seed = {self.seed} must be at most {_LARGEST_SEED}.")
         if self.target is not None and not 0 < self.target <= 1:
             raise UserError(f"train.target = {self.target} must be an accuracy in (0, 1].")
+        if self.target is not None and self.target_loss is not None:
+            raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -237,7 +249,7 @@ class Recipe:
         self.check_optimizer(name)
         chosen = self.optimizers[name]
         train = fill(TrainPart, _merged(to_table(self.train), chosen.train), "train")
-        schedule = fill(SchedulePart, {**to_table(self.schedule), **chosen.schedule}, "schedule")
+        schedule = fill(SchedulePart, _merged(to_table(self.schedule), chosen.schedule), "schedule")
         if seed is not None:
             train = replace(train, seed=seed)
         return Job(self.name, self.model, self.data, train, schedule, chosen)
@@ -283,10 +295,8 @@ def _table(content: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
 
 
 def _merged(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """[train] with changes; of epochs and steps the newer one stays."""
-    kept = dict(table)
-    if any(key in changes for key in _SHORT):
-        kept = {key: value for key, value in kept.items() if key not in _SHORT}
+    """A table with changes; of two keys that exclude each other the newer one stays."""
+    kept = {key: value for key, value in table.items() if EXCLUSIVE.get(key) not in changes}
     return {**kept, **changes}
 
 
@@ -299,12 +309,12 @@ def _optimizer(
         hint = advice(str(kind), KINDS)
         raise UserError(f"unknown kind {kind!r} of optimizer in [{where}]; {hint}")
     changes = _table({"train": table.pop("train", {})}, "train", where)
-    changes |= {key: table.pop(key) for key in _SHORT if key in table}
+    changes |= {key: table.pop(key) for key in SHORT if key in table}
     shapes = _table({"schedule": table.pop("schedule", {})}, "schedule", where)
     part = OptimizerPart(name, kind, table, changes, shapes)
     # What is wrong in a table is told when the recipe is read, not when its turn comes.
     fill(TrainPart, _merged(train, changes), f"{where}.train" if changes else "train")
-    fill(SchedulePart, {**schedule, **shapes}, f"{where}.schedule" if shapes else "schedule")
+    fill(SchedulePart, _merged(schedule, shapes), f"{where}.schedule" if shapes else "schedule")
     _check_options(part)
     return part
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from kronfac.train.errors import UserError
 from kronfac.train.hints import nearest
-from kronfac.train.recipe import Recipe
+from kronfac.train.recipe import EXCLUSIVE, SHORT, Recipe
 
 FOLDER = Path(__file__).parent / "recipes"
-#: Of these only one may be given, so that setting one removes the other.
-_EXCLUSIVE = {"epochs": "steps", "steps": "epochs"}
 
 
 def shipped() -> dict[str, Path]:
@@ -38,15 +36,24 @@ def find(name: str) -> Path:
     raise UserError(f"unknown recipe {name!r}; {hint}")
 
 
+def text(name: str) -> str:
+    """What the file of a recipe says."""
+    path = find(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def load(name: str, changes: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
     """Read a recipe by name or path, with changes such as ``"train.epochs=3"``."""
     path = find(name)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(text(name))
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is no valid TOML: {error}.") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     return change(Recipe.from_dict(_short_name(name, path), content), changes)
 
 
@@ -67,9 +74,11 @@ def parse(text: str) -> tuple[str, Any]:
     if not equals or not key or not value:
         raise UserError(f"--set {text!r} must look like key=value, for example train.epochs=3.")
     try:
-        return key, tomllib.loads(f"x = {value}")["x"]
+        found = tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         return key, value
+    # TOML also knows dates, which no key wants: a folder may be called like one.
+    return key, found if isinstance(found, bool | int | float | str | list | dict) else value
 
 
 def _set(content: dict[str, Any], key: str, value: Any) -> None:
@@ -79,18 +88,29 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
         place = place.setdefault(table, {})
         if not isinstance(place, dict):
             raise UserError(f"cannot set {key!r}: {table!r} is a value and not a table.")
+    if len(tables) == 2 and tables[0] == "optimizers" and last in SHORT:
+        _set(content, f"{key.removesuffix(last)}train.{last}", value)
+        return
     place[last] = value
-    if tables and tables[-1] == "train" and last in _EXCLUSIVE:
-        place.pop(_EXCLUSIVE[last], None)
+    if last in EXCLUSIVE and value is not None:
+        place.pop(EXCLUSIVE[last], None)
     if tables in (["train"], ["schedule"]):
         _forget(content, tables[0], last)
 
 
 def _forget(content: dict[str, Any], part: str, key: str) -> None:
     """What is set for all optimizers holds for all: their own values of the same key go."""
-    for table in content.get("optimizers", {}).values():
-        for name in (key, _EXCLUSIVE.get(key, key)):
-            table.get(part, {}).pop(name, None)
+    for own in _tables(content.get("optimizers")):
+        if isinstance(own.get(part), dict):
+            for name in (key, EXCLUSIVE.get(key, key)):
+                own[part].pop(name, None)
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables in a table; what else a user has put in their place is refused later."""
+    return (
+        [one for one in value.values() if isinstance(one, dict)] if isinstance(value, dict) else []
+    )
 
 
 def _short_name(name: str, path: Path) -> str:
