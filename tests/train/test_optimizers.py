@@ -61,6 +61,16 @@ def test_kfac_may_have_adamw_as_its_base() -> None:
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
+@pytest.mark.parametrize("options", [{}, {"rescale": "unit"}, {"other_lr": 0.3}])
+def test_adamw_may_step_what_is_no_matrix(options: dict[str, Any]) -> None:
+    model = net()
+    optimizer = build("kfac", model, other="adamw", **options)
+    kfac, adamw = optimizer.members
+    assert isinstance(kfac, KFAC)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert adamw.param_groups[0]["params"] == [*model[1].parameters()]  # type: ignore[index]
+
+
 def test_kfac_without_rescaling_is_written_none() -> None:
     assert build("kfac", rescale="none")._preconditioner.options.rescale is None
 

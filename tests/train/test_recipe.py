@@ -43,6 +43,13 @@ def test_a_recipe_survives_its_own_dictionary(name: str) -> None:
         ("optimizers.kfca.lr", 1, "unknown kind 'kfca'.*did you mean 'kfac'"),
         ("optimizers.kfac.base", "rmsprop", "optimizers.kfac.base = 'rmsprop'"),
         ("optimizers.kfac.betas", [0.9, 0.99], "an option of base 'adamw', not of 'sgd'"),
+        ("optimizers.kfac.other", "adam", "optimizers.kfac.other = 'adam'.*did you mean 'adamw'"),
+        ("optimizers.kfac.other_betas", [0.9, 0.99], "needs optimizers.kfac.other = 'adamw'"),
+        ("optimizers.kfac.weight_decay", "x", "weight_decay = 'x' must be a number"),
+        ("optimizers.adamw.betas", [0.9], "betas = \\[0.9\\] must be two numbers"),
+        ("optimizers.muon.ns_steps", "x", "ns_steps = 'x' must be a whole number"),
+        ("optimizers.sgd.weight_decay", True, "weight_decay = True must be a number"),
+        ("optimizers.sgd.nesterov", 1, "nesterov = 1 must be true or false"),
         ("optimizers.kfac.lr", "fast", "optimizers.kfac.lr = 'fast' must be a number"),
         ("optimizers.kfac.train.bacth", 3, "unknown key 'bacth'.*did you mean 'batch'"),
         ("optimizer", "adam", "no optimizer 'adam'; did you mean 'adamw'"),
@@ -66,6 +73,12 @@ def test_what_is_wrong_is_said_in_one_sentence(key: str, value: Any, words: str)
     with pytest.raises(UserError, match=words) as caught:
         small.recipe(**{key: value})
     assert "\n" not in str(caught.value)
+
+
+def test_momentum_of_the_rest_is_no_option_of_adamw() -> None:
+    options = {"optimizers.kfac.other_momentum": 0.9, "optimizers.kfac.other": "adamw"}
+    with pytest.raises(UserError, match="other_momentum is an option of SGD"):
+        small.recipe(**options)
 
 
 @pytest.mark.parametrize("missing", ["model", "data", "train", "optimizers"])

@@ -53,7 +53,7 @@ def build(part: OptimizerPart, model: nn.Module, *, steps_per_epoch: int, kind: 
     options = _tuples(part.options)
     try:
         optimizer = _build(part.kind, unwrap(model), model, options, steps_per_epoch, kind)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError) as error:
         sentence = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"[optimizers.{part.name}]: {sentence}.") from error
     for group in optimizer.param_groups:
@@ -126,7 +126,8 @@ def _kfac_groups(
 
     K-FAC's momentum does not reach the others, so that they get the same from the base optimizer.
     """
-    if "other_lr" not in base and own.get("rescale") != "unit":
+    apart = "other_lr" in base or own.get("rescale") == "unit" or base.get("other") == "adamw"
+    if not apart:
         return [{"params": list(model.parameters()), "lr": base["lr"]}]
     other: dict[str, Any] = {}
     if base.get("base", "sgd") == "sgd":

@@ -14,6 +14,21 @@ from kronfac.train.hints import advice
 _SGD = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
 _ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 _OTHER = ("other_lr", "other_betas", "other_eps", "other_weight_decay")
+#: Options that torch looks at too late or not at all, by what they must be.
+_TYPES: dict[str, tuple[str, ...]] = {
+    "a number": (
+        *("weight_decay", "momentum", "dampening", "eps", "shampoo_beta", "base_momentum"),
+        *("other_momentum", "other_eps", "other_weight_decay"),
+    ),
+    "a whole number from 1": ("ns_steps", "precondition_frequency", "max_precondition_dim"),
+    "two numbers, [0.9, 0.99] for example": ("betas", "other_betas"),
+    "true or false": (
+        *("nesterov", "base_nesterov", "amsgrad"),
+        *("merge_dims", "normalize_gradient", "correct_bias"),
+    ),
+}
+#: What steps the parameters that K-FAC leaves out: its base optimizer, or AdamW.
+_OTHERS = ("same", "adamw")
 #: What a program sets itself, and what cannot be written in a recipe.
 _NOT_HERE = ("self", "model", "base_optimizer", "grad_scaler", "process_group")
 
@@ -64,18 +79,53 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
             raise UserError(f"unknown key {key!r} in [{where}]; {advice(key, KEYS[kind])}")
         if key in ("lr", "other_lr") and not _is_rate(value):
             raise UserError(f"{where}.{key} = {value!r} must be a number of at least 0.")
+        if kind != "kfac" or key not in KFAC_KEYS:  # K-FAC checks its own, which may be schedules
+            _check_type(key, value, where)
     if "lr" not in options:
         raise UserError(f"[{where}] has no 'lr'; give one, for example {where}.lr = 0.1")
     base = options.get("base", "sgd")
     if base not in BASES:
         raise UserError(f"{where}.base = {base!r} is not supported; {advice(str(base), BASES)}")
     if kind == "kfac":
+        _check_other(options, where)
         for key in options:
             own = [name for name, keys in BASES.items() if key in keys]
             if own and base not in own and key not in KFAC_KEYS:
                 raise UserError(f"{where}.{key} is an option of base {own[0]!r}, not of {base!r}.")
 
 
+def _check_type(key: str, value: Any, where: str) -> None:
+    for wanted, keys in _TYPES.items():
+        if key in keys and not _fits(value, wanted):
+            raise UserError(f"{where}.{key} = {value!r} must be {wanted}.")
+
+
+def _check_other(options: Mapping[str, Any], where: str) -> None:
+    """Refuse options of the rest that what steps it does not have."""
+    other = options.get("other", "same")
+    if other not in _OTHERS:
+        raise UserError(
+            f"{where}.other = {other!r} is not supported; {advice(str(other), _OTHERS)}"
+        )
+    if "other_betas" in options and other == "same":
+        raise UserError(f"{where}.other_betas needs {where}.other = 'adamw'.")
+    if "other_momentum" in options and "adamw" in (other, options.get("base")):
+        raise UserError(f"{where}.other_momentum is an option of SGD, not of AdamW.")
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    if wanted == "true or false":
+        return isinstance(value, bool)
+    if wanted.startswith("two"):
+        pair = isinstance(value, list | tuple) and len(value) == 2
+        return pair and all(_is_number(one) for one in value)
+    return _is_number(value) and (wanted == "a number" or isinstance(value, int) and value >= 1)
+
+
 def _is_rate(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
+    return number and math.isfinite(value)
