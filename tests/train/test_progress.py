@@ -42,6 +42,32 @@ def test_a_missed_target_is_said() -> None:
     assert "target not reached" in shown(io.StringIO(), train__target=1.0)
 
 
+def test_a_target_that_is_a_loss_is_said() -> None:
+    assert "target loss 100 reached at step 4" in shown(io.StringIO(), train__target_loss=100.0)
+
+
+def test_shares_of_phases_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    show = progress.Screen(stream)
+    show.start = {"steps": 12000, "batch": 32, "steps_per_epoch": 100, "metric": "accuracy"}
+    phases = {"forward_backward": 5.0, "precondition": 1.2, "refresh": 1.0}
+    step = {"step": 6000, "epoch": 1.0, "loss": 1.0, "samples_per_second": 12345.0}
+    show({"event": "step", "phases": phases, **step})
+    line = stream.getvalue().splitlines()[-1]
+    assert len(line) < 80
+    assert line.startswith("[###")
+    assert line.endswith("left  K-FAC 31 % (precondition 17, refresh 14)")
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    assert train(small.recipe(), listeners=[progress.make(Gone())]).status == "done"
+
+
 def test_lines_are_drawn_again_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from kronfac.train.events import Event
 _OTHERS = ("forward_backward", "optimizer")
 #: Seconds between plain lines, apart from evaluations.
 _EVERY = 20.0
+_SHORTEST_BAR = 4
 
 
 class Progress:
@@ -28,7 +30,14 @@ class Progress:
         self.target: Event = {}
 
     def __call__(self, event: Event) -> None:
-        """Take in one event and show it."""
+        """Take in one event and show it; who has stopped reading does not end the run."""
+        try:
+            self._take(event)
+        except BrokenPipeError:  # `kronfac train | head`
+            _silence(self.stream)
+            self.stream = io.StringIO()
+
+    def _take(self, event: Event) -> None:
         kind = event["event"]
         if kind == "start":
             self.start, self.step, self.tested, self.target = event, {}, {}, {}
@@ -93,13 +102,14 @@ class Progress:
             text += f"  test loss {self.tested['loss']:.4f}"
         return text
 
-    def speed(self) -> str:
+    def speed(self, brief: bool = False) -> str:
         """How fast it is, how long it will take, and what K-FAC takes of it."""
-        unit = "images" if self.start["metric"] == "accuracy" else "texts"
+        unit = "texts" if self.start.get("samples") == "text" else "images"
         rate = self.step["samples_per_second"]
         left = (self.start["steps"] - self.step["step"]) * self.start["batch"] / max(rate, 1e-9)
         text = f"{rate:,.0f} {unit}/s  {clock(left)} left"
         share = kfac_share(self.step["phases"])
+        share = share.partition(" (")[0] if brief else share
         return text + (f"  {share}" if share else "")
 
 
@@ -135,7 +145,7 @@ class Screen(Progress):
         if kind in ("step", "eval") and self.step:
             width = shutil.get_terminal_size().columns - 1
             self._erase()
-            lines = [self.where()[:width], f"{self._bar()}  {self.speed()}"[:width]]
+            lines = [self.where()[:width], self._second(width)[:width]]
             self.stream.write("".join(f"{line}\n" for line in lines))
             self.stream.flush()
             self._drawn = len(lines)
@@ -145,9 +155,23 @@ class Screen(Progress):
             self.stream.write(f"\x1b[{self._drawn}A\x1b[J")  # up, and clear to the end
             self._drawn = 0
 
-    def _bar(self, width: int = 16) -> str:
+    def _second(self, width: int) -> str:
+        """Bar and speed: where there is little room, first the bar is short, then the speed."""
+        for speed in (self.speed(), self.speed(brief=True)):
+            room = width - len(speed) - len("[]  ")
+            if room >= _SHORTEST_BAR:
+                break
+        return f"{self._bar(max(_SHORTEST_BAR, min(16, room)))}  {speed}"
+
+    def _bar(self, width: int) -> str:
         full = int(width * self.step["step"] / self.start["steps"])
         return "[" + "#" * full + "." * (width - full) + "]"
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is still in the stream's buffer, and what others print there, go nowhere."""
+    if stream is sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def make(stream: TextIO | None = None) -> Progress:
