@@ -176,6 +176,31 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert (events[-1]["status"], events[-1]["stats"]["steps"]) == ("done", 12)
 
 
+def test_a_target_may_be_a_loss(tmp_path: Path) -> None:
+    events = Events()
+    result = train(small.recipe(train__target_loss=100.0), listeners=[events])
+    assert result.target is not None
+    assert result.accuracy is not None
+    [start] = events.of("start")
+    assert (start["metric"], start["target"], start["samples"]) == ("loss", 100.0, "image")
+
+
+def test_an_accuracy_is_no_target_of_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("to be or not to be " * 20)
+    data = {"name": "text", "path": str(tmp_path / "text"), "length": 8}
+    recipe = small.recipe(data=data, model={"name": "gpt"}, train__target=0.5)
+    with pytest.raises(UserError, match=r"train.target = 0.5 is an accuracy.*train.target_loss"):
+        train(recipe)
+
+
+def test_a_warm_up_may_be_a_share_of_the_run() -> None:
+    events = Events()
+    recipe = small.recipe(schedule={"shape": "constant", "warmup_share": 0.5}, train__log_every=1)
+    train(recipe, "sgd", listeners=[events])
+    rates = [event["lr"] / 0.1 for event in events.of("step")]
+    assert rates == pytest.approx([min(1.0, (step + 0.5) / 6) for step in range(12)])
+
+
 def test_layers_are_listed_with_what_they_cost(tmp_path: Path) -> None:
     events = Events()
     train(small.recipe(), listeners=[events])
@@ -241,6 +266,19 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (rest.status, rest.step) == ("done", 12)
     assert small.same(small.weights(tmp_path / "whole"), small.weights(tmp_path / "part"))
     assert [p.loss for p in rest.curve] == [p.loss for p in whole.curve]
+
+
+def test_kfac_with_adamw_beside_it_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    recipe = small.recipe(**{"optimizers.kfac.other": "adamw"})
+    train(recipe, out=tmp_path / "whole")
+    train(recipe, out=tmp_path / "part", listeners=[at_step(6, interrupt())])
+    train(recipe, resume=tmp_path / "part")
+    assert small.same(small.weights(tmp_path / "whole"), small.weights(tmp_path / "part"))
+    summary = (tmp_path / "whole" / "summary.txt").read_text()
+    assert "KFAC over SGD" in summary
+    assert "Stepped by AdamW: 24 parameters." in summary
+    layers = next(e for e in read(tmp_path / "whole" / "events.jsonl") if e["event"] == "layers")
+    assert len(layers["skipped"]) == 4
 
 
 @pytest.mark.slow

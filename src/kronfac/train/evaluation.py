@@ -38,5 +38,5 @@ def evaluate(setup: Setup, step: int, seconds: float) -> Evaluation:
         terms += targets.numel()
     setup.plain.train(was_training)
     loss, right, terms = setup.ranks.total([loss, right, terms])
-    accuracy = right / terms if setup.metric == "accuracy" else None
+    accuracy = None if setup.source.kind == "text" else right / terms
     return Evaluation(step, seconds, loss / terms, accuracy)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from kronfac.optimizer import Preconditioned
 from kronfac.train import checkpointing, environment, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
-from kronfac.train.pair import kfac_of
+from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Job, Recipe
 from kronfac.train.result import Result
@@ -145,7 +146,6 @@ class _Run:
 
     def _start_fields(self) -> dict[str, Any]:
         setup, job = self.setup, self.setup.job
-        text = setup.metric == "loss"
         return {
             "recipe": job.recipe,
             "optimizer": job.optimizer.name,
@@ -156,8 +156,9 @@ class _Run:
             "steps": setup.steps,
             "steps_per_epoch": setup.steps_per_epoch,
             "batch": job.train.batch,
-            "target": job.train.target_loss if text else job.train.target,
+            "target": job.train.target if job.train.target_loss is None else job.train.target_loss,
             "metric": setup.metric,
+            "samples": setup.source.kind,
             "resumed": self.resumed,
         }
 
@@ -252,5 +253,15 @@ def _config(job: Job, origin: Origin) -> dict[str, Any]:
 
 
 def _summary(setup: Setup) -> str:
-    optimizer: Any = setup.optimizer
-    return "\n".join(str(one) for one in getattr(optimizer, "members", [optimizer]))
+    optimizer = setup.optimizer
+    if not isinstance(optimizer, Pair):
+        return str(optimizer)
+    return "\n\n".join(
+        str(one) if isinstance(one, Preconditioned) else _share(one) for one in optimizer.members
+    )
+
+
+def _share(optimizer: torch.optim.Optimizer) -> str:
+    """Which part of the model one of two optimizers steps, and its settings."""
+    count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return f"Stepped by {type(optimizer).__name__}: {count:,} parameters.\n{optimizer}"

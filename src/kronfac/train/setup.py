@@ -44,7 +44,8 @@ class Setup:
     @property
     def metric(self) -> str:
         """What the target is about."""
-        return "loss" if self.source.kind == "text" else "accuracy"
+        by_loss = self.source.kind == "text" or self.job.train.target_loss is not None
+        return "loss" if by_loss else "accuracy"
 
 
 def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None) -> Setup:
@@ -58,6 +59,11 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
         )
     sizes = {name: getattr(job.data, name) for name in ("train", "test")}
     source = data.load(job.data.name, data_dir, **sizes, **job.data.options)
+    if source.kind == "text" and train.target is not None:
+        raise UserError(
+            f"train.target = {train.target} is an accuracy, which is not measured on text; set "
+            "train.target_loss instead."
+        )
     if job.data.holdout is not None:
         source = data.HeldOut(source, job.data.holdout)
     batches = data.Batches(
