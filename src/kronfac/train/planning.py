@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +34,12 @@ def plan(
         latency: microseconds of a message.
         data_dir: where data sets are.
     """
-    if ranks < 2 or gbit <= 0 or latency < 0:
-        raise UserError(
-            f"--ranks {ranks} must be at least 2, --gbit positive, --latency 0 or more."
-        )
+    if ranks < 2:
+        raise UserError(f"--ranks {ranks} must be at least 2.")
+    if not 0 < gbit < math.inf:
+        raise UserError(f"--gbit {gbit:g} must be positive.")
+    if not 0 <= latency < math.inf:
+        raise UserError(f"--latency {latency:g} must be 0 or more.")
     name = next((one.name for one in recipe.optimizers.values() if one.kind == "kfac"), None)
     if name is None:
         raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
