@@ -14,6 +14,7 @@ import torch
 
 import kronfac
 from kronfac.cli import main
+from kronfac.train import comparison
 from kronfac.train.events import read
 from kronfac.train.stepping import Stepper
 from tests.train import small
@@ -100,6 +101,35 @@ def test_a_signal_saves_and_resume_goes_on(
     assert small.same(small.weights(Path("whole")), small.weights(Path("runs/small-kfac-s0")))
 
 
+def test_the_folder_is_enough_to_resume(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--optimizer", "sgd", "--seed", "3", "--lr", "0.2"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        assert main(["train", "small.toml", *flags]) == 130
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/small-sgd-s3"]) == 0
+    assert "small with sgd, seed 3" in capsys.readouterr().out
+
+
+def test_the_last_run_is_found_by_what_the_command_line_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change = ["--set", "train.seed=3", "--set", "optimizer=sgd"]
+    assert main(["train", "small.toml", *change]) == 0
+    assert main(["train", "small.toml", *change, "--resume"]) == 0
+    assert capsys.readouterr().out.endswith("runs/small-sgd-s3\n")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', "\udcff"])
+def test_a_damaged_config_is_one_sentence(content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/small-kfac-s0")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    assert "damaged" in complaint(capsys, "train", "small.toml", "--resume", str(folder))
+
+
 def test_a_loss_that_is_not_finite_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--optimizer", "sgd", "--lr", "1e20", "--set", "schedule.shape=constant"]
     assert main(["train", "small.toml", *flags, "--set", "schedule.warmup=0.0", "--quiet"]) == 1
@@ -122,7 +152,14 @@ def test_a_loss_that_is_not_finite_is_one_sentence(capsys: pytest.CaptureFixture
         (["train", "small.toml", "--out", "."], "exists already"),
         (["train", "small.toml", "--resume"], "there is no run runs/small-kfac-s0"),
         (["train", "small.toml", "--resume", "nowhere"], "is no run folder"),
+        (["train", "--resume", "small.toml"], "is no run folder"),
+        (["train", "--resume", "digits"], "write `kronfac train digits --resume`"),
         (["train", "small.toml", "--resume", "x", "--out", "y"], "give one of them"),
+        (["compare", "small.toml", "--resume", "x", "--out", "y"], "give one of them"),
+        (["compare", "small.toml", "--optimizers", ","], "--optimizers ',' names none"),
+        (["train", "small.toml", "--seed", "99999999999"], "train.seed = 99999999999"),
+        (["train", "small.toml", "--device", "meta"], "--device 'meta' is unknown"),
+        (["plan", "small.toml", "--ranks", "4", "--gbit", "nan"], "--gbit nan must be positive"),
         (["train", "small.toml", "--nproc", "0"], "--nproc 0 must be at least 1"),
         (["train", "small.toml", "--log", "paper"], "unknown logger 'paper'"),
         (["train", "small.toml", "--device", "toaster"], "--device 'toaster' is unknown"),
@@ -222,13 +259,28 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     with monkeypatch.context() as patch:
         interrupt_at(patch, 5, signal.SIGINT)
         assert main(arguments) == 130
-    assert "kronfac compare" in capsys.readouterr().out
-    assert main([*arguments, "--resume", "runs/small-compare"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == "continue with: kronfac compare --resume runs/small-compare"
+    assert main(["compare", "--resume", "runs/small-compare", "--no-report", "--quiet"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[1:-1]] == ["sgd", "kfac"]
     sgd, kfac = (
         read(Path(f"runs/small-compare/small-{n}-s0/events.jsonl")) for n in ("sgd", "kfac")
     )
     assert [e["resumed"] for e in sgd if e["event"] == "start"] == [None, 6]
     assert [e["resumed"] for e in kfac if e["event"] == "start"] == [None]
+
+
+def test_the_table_counts_each_run_once_by_its_last_end(tmp_path: Path) -> None:
+    for name, ends in (("kfac", (0.1, 0.9)), ("my-kfac", (0.5,))):
+        folder = tmp_path / f"small-{name}-s0"
+        folder.mkdir()
+        events = [{"event": "target", "step": 4, "seconds": 1.0} for _ in ends]
+        events += [{"event": "finish", "accuracy": end, "loss": 1.0} for end in ends]  # type: ignore[dict-item]
+        (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    lines = comparison.table(tmp_path, "small", ["kfac", "my-kfac"])
+    assert lines[1].split() == ["kfac", "1", "90.00%", "1/1", "4", "1.0"]
+    assert lines[2].split() == ["my-kfac", "1", "50.00%", "1/1", "4", "1.0"]
 
 
 def test_report_reads_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def _compare(subparsers: Commands) -> None:
     parser.add_argument(
         "--optimizers", metavar="A,B,...", help="tables of the recipe; all of them by default"
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="how many (default: 1)")
+    parser.add_argument("--seeds", type=int, metavar="N", help="how many (default: 1)")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the runs; must not exist"
     )
@@ -126,7 +126,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe",
         nargs="?",
-        default="digits",
         metavar="RECIPE",
         help="name or .toml (default: digits)",
     )

@@ -102,7 +102,7 @@ def _difference(part: str, saved: Any, here: Any) -> str:
     if not isinstance(here, dict) or not isinstance(saved, dict):
         return f"its {part} is {saved!r}, and here it is {here!r}"
     keys = sorted(key for key in {**saved, **here} if saved.get(key) != here.get(key))
-    key = keys[0]
+    key = "name" if "name" in keys else keys[0]
     return f"its {part}.{key} is {saved.get(key)!r}, and here it is {here.get(key)!r}"
 
 

@@ -8,10 +8,19 @@ import textwrap
 from argparse import Namespace
 from pathlib import Path
 
-from kronfac.train import comparison, data_sets, group, launch, planning, progress, recipe_files
+from kronfac.train import (
+    comparison,
+    data_sets,
+    group,
+    launch,
+    planning,
+    progress,
+    recipe_files,
+    resuming,
+)
 from kronfac.train.errors import UserError
 from kronfac.train.events import Listener
-from kronfac.train.folder import RunFolder, free_path, last_run, run_name
+from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.result import Result
@@ -21,10 +30,10 @@ from kronfac.train.run import train as run_recipe
 
 def train(options: Namespace) -> int:
     """``kronfac train``."""
-    resume = None if options.resume is None else _resumed(options)
-    changes = _changes(options)
-    if resume is not None:
-        changes = [*_saved_changes(resume), *changes]
+    if options.resume is not None and options.out is not None:
+        raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
+    resume, known = resuming.complete(options)
+    changes = [*known, *_changes(options)]
     recipe = recipe_files.load(options.recipe, changes)
     recipe.check_optimizer(options.optimizer or recipe.optimizer)
     if options.out is not None:
@@ -44,18 +53,20 @@ def train(options: Namespace) -> int:
             stop_at_target=options.stop_at_target,
             listeners=_listeners(options),
             log=_names(options.log),
-            origin=Origin(changes),
+            origin=Origin(changes, options.recipe),
         )
     return _report_end(result)
 
 
 def compare(options: Namespace) -> int:
     """``kronfac compare``."""
-    changes = _changes(options)
-    if options.resume is not None:
-        changes = [*_saved_changes(_any_run(options.resume)), *changes]
+    if options.resume is not None and options.out is not None:
+        raise UserError("--out starts new runs and --resume goes on with some; give one of them.")
+    changes = [*resuming.complete_comparison(options), *_changes(options)]
     recipe = recipe_files.load(options.recipe, changes)
-    names = _names(options.optimizers or ",".join(recipe.optimizers))
+    names = list(recipe.optimizers) if options.optimizers is None else _names(options.optimizers)
+    if not names:
+        raise UserError(f"--optimizers {options.optimizers!r} names none; leave it out for all.")
     for name in names:
         recipe.check_optimizer(name)
     if options.seeds < 1:
@@ -65,7 +76,14 @@ def compare(options: Namespace) -> int:
     if (code := _on_ranks(options)) is not None:
         return code
     with group.joined():
-        return comparison.run(recipe, names, options, changes, _listeners(options))
+        return comparison.run(
+            recipe,
+            names,
+            options,
+            Origin(changes, options.recipe, {"optimizers": names, "seeds": options.seeds}),
+            listeners=_listeners(options),
+            log=_names(options.log),
+        )
 
 
 def report(options: Namespace) -> int:
@@ -123,7 +141,7 @@ def _changes(options: Namespace) -> list[str]:
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def _listeners(options: Namespace) -> list[Listener]:
@@ -146,28 +164,6 @@ def _new_folder(recipe: Recipe, options: Namespace) -> Path:
     name = run_name(recipe.name, job.optimizer.name, job.seed)
     path: Path = current().on_first(lambda: free_path(options.runs, name))
     return path
-
-
-def _resumed(options: Namespace) -> Path:
-    if options.out is not None:
-        raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
-    if options.resume:
-        return Path(options.resume)
-    recipe = recipe_files.load(options.recipe)
-    job = recipe.job(options.optimizer, options.seed)
-    return last_run(options.runs, run_name(recipe.name, job.optimizer.name, job.seed))
-
-
-def _saved_changes(folder: Path) -> list[str]:
-    """How the recipe was changed when the run was started, so that nobody has to say it again."""
-    return [str(one) for one in RunFolder(folder).read_config().get("changes", [])]
-
-
-def _any_run(folder: Path) -> Path:
-    found = sorted(path.parent for path in folder.glob("*/config.json"))
-    if not found:
-        raise UserError(f"{folder} holds no runs, so that nothing can be resumed.")
-    return found[0]
 
 
 def _report_end(result: Result) -> int:

@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 from kronfac.train import launch
@@ -22,8 +23,10 @@ def run(
     recipe: Recipe,
     names: Sequence[str],
     options: Namespace,
-    changes: Sequence[str],
-    listeners: Sequence[Listener],
+    origin: Origin,
+    *,
+    listeners: Sequence[Listener] = (),
+    log: Sequence[str] = (),
 ) -> int:
     """Run everything that is not done yet, then write the report; returns the exit code.
 
@@ -48,17 +51,18 @@ def run(
                 device=options.device,
                 stop_at_target=options.stop_at_target,
                 listeners=listeners,
-                log=[one for one in options.log.split(",") if one],
-                origin=Origin(changes),
+                log=log,
+                origin=origin,
             )
             if result.status == "failed" and ranks.first:
                 print(f"kronfac: {result.message}", file=sys.stderr)
             if result.status == "stopped":
                 if ranks.first:
-                    print(f"continue with: kronfac compare {recipe.name} --resume {folder}")
+                    more = f" --nproc {options.nproc}" if options.nproc > 1 else ""
+                    print(f"continue with: kronfac compare --resume {folder}{more}")
                 return 128 + result.signal
     if ranks.first:
-        _tell(folder, names, report=not options.no_report)
+        _tell(folder, recipe.name, names, report=not options.no_report)
     return launch.DONE
 
 
@@ -75,8 +79,8 @@ def _known(place: Path) -> str:
     return "finished" if RunFolder(place).is_finished else "begun"
 
 
-def _tell(folder: Path, names: Sequence[str], report: bool) -> None:
-    print("\n".join(table(folder, names)))
+def _tell(folder: Path, recipe: str, names: Sequence[str], report: bool) -> None:
+    print("\n".join(table(folder, recipe, names)))
     if not report:
         return
     try:
@@ -86,21 +90,30 @@ def _tell(folder: Path, names: Sequence[str], report: bool) -> None:
     print(pictures.write([folder], folder))
 
 
-def table(folder: Path, names: Sequence[str]) -> list[str]:
+def table(folder: Path, recipe: str, names: Sequence[str]) -> list[str]:
     """One line for each optimizer: medians over seeds."""
-    lines = [f"{'optimizer':<12}{'runs':>5}{'final':>10}{'reached':>9}{'steps':>8}{'seconds':>10}"]
+    width = max(12, *(len(name) + 2 for name in names))
+    lines = [
+        f"{'optimizer':<{width}}{'runs':>5}{'final':>10}{'reached':>9}{'steps':>8}{'seconds':>10}"
+    ]
     for name in names:
-        runs = [read(path) for path in sorted(folder.glob(f"*-{name}-s[0-9]*/events.jsonl"))]
-        ends = [one for events in runs for one in events if one["event"] == "finish"]
-        hits = [one for events in runs for one in events if one["event"] == "target"]
+        paths = sorted(folder.glob(f"{escape(f'{recipe}-{name}-s')}[0-9]*/events.jsonl"))
+        runs = [read(path) for path in paths]
+        ends, hits = _last(runs, "finish"), _last(runs, "target")
         steps = _median([hit["step"] for hit in hits])
         seconds = _median([hit["seconds"] for hit in hits])
         lines.append(
-            f"{name:<12}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
+            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
             f"{'-' if steps is None else f'{steps:.0f}':>8}"
             f"{'-' if seconds is None else f'{seconds:.1f}':>10}"
         )
     return [*lines, "(median over seeds; steps and seconds of training to the target)"]
+
+
+def _last(runs: Sequence[Sequence[Event]], kind: str) -> list[Event]:
+    """The last event of a kind of each run: one that was interrupted has several."""
+    found = [[one for one in events if one["event"] == kind] for events in runs]
+    return [events[-1] for events in found if events]
 
 
 def _final(ends: Sequence[Event]) -> str:

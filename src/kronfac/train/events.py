@@ -52,15 +52,17 @@ class EventFile:
 
 
 def read(path: Path) -> list[Event]:
-    """All events of a file; a last line that was not written to its end is left out."""
+    """All events of a file; a last line that was not written to its end, or is none, is left out."""
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(json.loads(line))
+            event = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(event, dict) and "event" in event:
+            found.append(event)
     return found
 
 

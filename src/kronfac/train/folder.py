@@ -45,18 +45,29 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """What the run was started with."""
         try:
-            content: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+            content = json.loads(self.config.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(f"{self.path} is no run folder: it has no config.json.") from error
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{self.config} cannot be read or is damaged.") from error
-        return content
+        if not _is_config(content):
+            raise UserError(f"{self.config} is damaged or no config.json of a run.")
+        return dict(content)
 
     @property
     def is_finished(self) -> bool:
         """Whether the run came to its end, well or badly."""
         last = [one for one in read(self.events) if one.get("event") in ("start", "finish")]
         return bool(last) and last[-1]["event"] == "finish" and last[-1]["status"] != "stopped"
+
+
+def _is_config(content: Any) -> bool:
+    wanted = {"recipe": str, "optimizer": str, "seed": int, "settings": dict, "changes": list}
+    if not isinstance(content, dict):
+        return False
+    if not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
+        return False
+    return isinstance(content["settings"].get("train"), dict)
 
 
 def run_name(recipe: str, optimizer: str, seed: int) -> str:

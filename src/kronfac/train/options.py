@@ -119,7 +119,7 @@ def _fits(value: Any, wanted: str) -> bool:
     if wanted.startswith("two"):
         pair = isinstance(value, list | tuple) and len(value) == 2
         return pair and all(_is_number(one) for one in value)
-    return _is_number(value) and (wanted == "a number" or isinstance(value, int) and value >= 1)
+    return _is_number(value) and (wanted == "a number" or (isinstance(value, int) and value >= 1))
 
 
 def _is_rate(value: Any) -> bool:

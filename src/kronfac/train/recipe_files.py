@@ -60,9 +60,11 @@ def load(name: str, changes: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
 def change(recipe: Recipe, changes: Iterable[str] | Mapping[str, Any]) -> Recipe:
     """A recipe with some values set, by dotted keys: texts ``"key=value"``, or a mapping."""
     if not isinstance(changes, Mapping):
-        changes = dict(parse(text) for text in changes)
+        pairs = [parse(text) for text in changes]
+    else:
+        pairs = list(changes.items())
     content = copy.deepcopy(recipe.to_dict())
-    for key, value in changes.items():
+    for key, value in pairs:
         _set(content, key, value)
     return Recipe.from_dict(recipe.name, content)
 

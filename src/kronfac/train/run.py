@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,18 @@ from kronfac.train.signals import Interruption
 
 @dataclass(frozen=True)
 class Origin:
-    """How a run was started, for its ``config.json``."""
+    """How a run was started, for its ``config.json``.
+
+    Args:
+        changes: of the recipe.
+        file: the recipe, as it was named.
+        comparison: which optimizers and how many seeds there are beside this one.
+        command: the command line.
+    """
 
     changes: Sequence[str] = ()
+    file: str | None = None
+    comparison: Mapping[str, Any] | None = None
     command: Sequence[str] = field(default_factory=lambda: list(sys.argv))
 
 
@@ -191,16 +200,28 @@ class _Run:
 def choose_device(device: str | torch.device | None = None) -> torch.device:
     """The device of this rank."""
     if device is not None:
-        try:
-            chosen = torch.device(device)
-        except RuntimeError as error:
-            raise UserError(f"--device {device!r} is unknown; choose cpu or cuda.") from error
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: there is no usable GPU; choose cpu.")
-        return chosen
+        return _named_device(device)
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    unknown = f"--device {str(device)!r} is unknown; choose cpu or cuda."
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(unknown) from error
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        raise UserError(unknown)
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no usable GPU; choose cpu.")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: there are only {torch.cuda.device_count()} GPUs.")
+    return torch.device("cuda", index)
 
 
 @contextmanager
@@ -247,7 +268,9 @@ def _config(job: Job, origin: Origin) -> dict[str, Any]:
         "optimizer": job.optimizer.name,
         "seed": job.seed,
         "settings": job.to_dict(),
+        "file": origin.file,
         "changes": list(origin.changes),
+        "comparison": None if origin.comparison is None else dict(origin.comparison),
         "command": list(origin.command),
     }
 
