@@ -65,7 +65,7 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
             "train.target_loss instead."
         )
     if job.data.holdout is not None:
-        source = data.HeldOut(source, job.data.holdout)
+        source = data.hold_out(source, job.data.holdout)
     batches = data.Batches(
         source,
         train.batch,

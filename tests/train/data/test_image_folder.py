@@ -8,6 +8,7 @@ import torch
 from kronfac.train import data
 from kronfac.train.data import Batches, Flip
 from kronfac.train.data.crop_box import centre_box, random_box
+from kronfac.train.data.source import RandomDecoding
 from kronfac.train.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -54,6 +55,17 @@ def test_a_subset_has_all_classes(folder):
     source = data.load("image-folder", path=str(folder), size=16, train=6, test=3)
     assert source.train_batch(torch.arange(6))[1].bincount().tolist() == [2, 2, 2]
     assert source.test_batch(torch.arange(3))[1].bincount().tolist() == [1, 1, 1]
+
+
+def test_samples_that_are_kept_apart_are_of_all_classes_and_training_crops_at_random(folder):
+    source = data.hold_out(data.load("image-folder", path=folder, size=16), 6)
+    assert (source.num_train, source.num_test) == (6, 6)
+    assert len(source.test_batch(torch.arange(6))[1].unique()) == 3
+    assert isinstance(source, RandomDecoding)
+    inputs, labels = Batches(source, 6, seed=0).get(0)
+    assert inputs.shape == (6, 3, 16, 16)
+    together = torch.cat([labels, source.test_batch(torch.arange(6))[1]])
+    assert together.bincount().tolist() == [4, 4, 4]
 
 
 @pytest.fixture

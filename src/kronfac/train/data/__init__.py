@@ -11,7 +11,7 @@ from kronfac.train.data import cifar, digits, download, idx, image_folder, text
 from kronfac.train.data.augment import Augmentation, Crop, Flip, augmentation
 from kronfac.train.data.batches import Batches
 from kronfac.train.data.files import FileSet, data_directory
-from kronfac.train.data.holdout import HeldOut
+from kronfac.train.data.holdout import HeldOut, hold_out
 from kronfac.train.data.source import ImageArrays, Source
 from kronfac.train.data.subset import subset
 from kronfac.train.errors import UserError
@@ -27,6 +27,7 @@ __all__ = [
     "augmentation",
     "data_directory",
     "fetch",
+    "hold_out",
     "load",
 ]
 

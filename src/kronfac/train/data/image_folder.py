@@ -51,6 +51,8 @@ class ImageFolder:
 
     name = "image-folder"
     kind: Literal["image", "text"] = "image"
+    #: Samples lie class by class.
+    by_class = True
 
     def __init__(
         self,
