@@ -1,5 +1,6 @@
 """docs/program.md: its commands are understood, its recipe is read, its Python runs."""
 
+import dataclasses
 import re
 import shlex
 import tomllib
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kronfac.cli import _parser
-from kronfac.train.recipe import Recipe
+from kronfac.train.options import KEYS, KFAC_KEYS
+from kronfac.train.recipe import DataPart, Recipe, SchedulePart, TrainPart
 
 PAGE = (Path(__file__).parents[2] / "docs" / "program.md").read_text(encoding="utf-8")
 
@@ -35,6 +37,18 @@ def test_the_recipe_is_one() -> None:
     recipe = Recipe.from_dict("page", tomllib.loads(text))
     assert recipe.job("sgd").train.epochs == 6
     assert recipe.job("sgd").schedule.shape == "cosine"
+
+
+@pytest.mark.parametrize("part", [DataPart, TrainPart, SchedulePart])
+def test_every_key_of_a_recipe_is_described(part: type) -> None:
+    for field in dataclasses.fields(part):
+        found = re.search(rf"`{field.name}`|^{field.name} = ", PAGE, flags=re.MULTILINE)
+        assert found or field.name == "options", field.name
+
+
+def test_every_key_of_kfac_that_only_recipes_have_is_described() -> None:
+    for key in set(KEYS["kfac"]) - set(KFAC_KEYS):
+        assert re.search(rf"`{key}\b|^{key} = ", PAGE, flags=re.MULTILINE), key
 
 
 def test_the_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
