@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -300,9 +301,17 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert "[optimizers.kfac]\nlr = " in capsys.readouterr().out
 
 
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"kronfac \S+\n", capsys.readouterr().out)
+
+
 def test_data_sets_are_listed_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "--data-dir", "here"]) == 0
     listed = capsys.readouterr().out
+    assert max(map(len, listed.splitlines())) <= 80
     assert [line.split()[0] for line in listed.splitlines()[:2]] == ["digits", "fashion-mnist"]
     assert main(["data", "digits"]) == 0
 

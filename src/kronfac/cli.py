@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kronfac.optimizer import version
 from kronfac.train import commands
 from kronfac.train.errors import UserError
 from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
@@ -79,6 +80,8 @@ def _parser() -> _Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    about = f"kronfac {version('kronfac')}"
+    parser.add_argument("--version", action="version", version=about, help="say which one this is")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _train(subparsers)
     _compare(subparsers)
@@ -127,7 +130,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
         "recipe",
         nargs="?",
         metavar="RECIPE",
-        help="name or .toml (default: digits)",
+        help="name or .toml (default: digits, or that of the folder to resume)",
     )
     parser.add_argument(
         "--set",

@@ -72,7 +72,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written: Not a directory"):
-        RunFolder(tmp_path / "file" / "run").create()
+        RunFolder(tmp_path / "file" / "run").create({})
 
 
 def test_a_line_that_was_not_finished_is_cut_off(tmp_path: Path) -> None:

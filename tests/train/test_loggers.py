@@ -77,6 +77,19 @@ def test_a_logger_that_is_not_installed_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_logger_that_cannot_start_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: Any) -> None:
+        raise ConnectionError("no key,\nno entry")
+
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(UserError, match="--log wandb could not start: no key, no entry"):
+        train(small.recipe(), out=tmp_path / "run", log=["wandb"])
+
+
 def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(UserError, match=r"unknown logger 'tensorbord'.*did you mean 'tensorboard'"):
         train(small.recipe(), log=["tensorbord"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.train import models
+from kronfac.train import disk, models
 from kronfac.train.errors import UserError
 from kronfac.train.events import read
 from kronfac.train.run import train
@@ -185,11 +185,21 @@ def test_a_target_may_be_a_loss(tmp_path: Path) -> None:
     assert (start["metric"], start["target"], start["samples"]) == ("loss", 100.0, "image")
 
 
-def test_an_accuracy_is_no_target_of_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "changes", "words"),
+    [
+        ({}, {"train__target": 0.5}, r"train.target = 0.5 is an accuracy.*train.target_loss"),
+        ({}, {"train__mixup": 0.5}, r"train.mixup = 0.5 mixes images"),
+        ({"augment": ["flip"]}, {}, r"data.augment = \['flip'\] changes images"),
+    ],
+)
+def test_what_is_for_images_is_refused_for_text(
+    tmp_path: Path, more: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
     (tmp_path / "text").write_text("to be or not to be " * 20)
     data = {"name": "text", "path": str(tmp_path / "text"), "length": 8}
-    recipe = small.recipe(data=data, model={"name": "gpt"}, train__target=0.5)
-    with pytest.raises(UserError, match=r"train.target = 0.5 is an accuracy.*train.target_loss"):
+    recipe = small.recipe(data={**data, **more}, model={"name": "gpt"}, **changes)
+    with pytest.raises(UserError, match=words):
         train(recipe)
 
 
@@ -430,6 +440,22 @@ def test_a_full_disk_while_events_are_written_is_one_sentence(tmp_path: Path) ->
     (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"events\.jsonl cannot be written: the disk is full"):
         train(small.recipe(), resume=tmp_path / "run")
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = disk.replace
+
+    def replace(path: Path, write: Any) -> None:
+        if path.name == "environment.json":
+            raise UserError("the disk is full")
+        real(path, write)
+
+    monkeypatch.setattr(disk, "replace", replace)
+    with pytest.raises(UserError, match="the disk is full"):
+        train(small.recipe(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_whatever_ends_a_run_leaves_a_failure(

@@ -14,7 +14,7 @@ _ABOUT = {
     "mnist": "28 x 28 handwritten digits, 60,000 + 10,000",
     "cifar10": "32 x 32 colour photographs, 50,000 + 10,000",
     "image-folder": "your own pictures, a folder for each class (data.path)",
-    "text": "plain text, byte by byte (data.path); by default Python's own library",
+    "text": "byte by byte (data.path); by default Python's own library",
 }
 
 

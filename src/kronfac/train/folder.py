@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,22 @@ class RunFolder:
                 "continue it with --resume."
             )
 
-    def create(self) -> None:
-        """Make the folder; one that is there already is never touched."""
+    def create(self, files: Mapping[str, str]) -> None:
+        """Make the folder with these files, or none at all; one that is there is never touched."""
         self.check_new()
         with disk.explained(self.path):
             self.path.mkdir(parents=True)
+        try:
+            for name, text in files.items():
+                self._write(name, text)
+        except UserError:
+            with suppress(OSError):
+                for name in files:
+                    (self.path / name).unlink(missing_ok=True)
+                self.path.rmdir()
+            raise
 
-    def write_json(self, name: str, content: Any) -> None:
-        """Write one of the small files."""
-        self.write(name, json.dumps(content, indent=2, default=str) + "\n")
-
-    def write(self, name: str, text: str) -> None:
-        """Write a text file."""
+    def _write(self, name: str, text: str) -> None:
         disk.replace(self.path / name, lambda file: file.write(text.encode()))
 
     def read_config(self) -> dict[str, Any]:
@@ -59,6 +65,11 @@ class RunFolder:
         """Whether the run came to its end, well or badly."""
         last = [one for one in read(self.events) if one.get("event") in ("start", "finish")]
         return bool(last) and last[-1]["event"] == "finish" and last[-1]["status"] != "stopped"
+
+
+def as_json(content: Any) -> str:
+    """The text of one of the small files."""
+    return json.dumps(content, indent=2, default=str) + "\n"
 
 
 def _is_config(content: Any) -> bool:

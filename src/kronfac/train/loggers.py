@@ -63,6 +63,17 @@ LOGGERS: dict[str, Callable[[Path, Mapping[str, Any]], Listener]] = {
 }
 
 
+def make(name: str, folder: Path, config: Mapping[str, Any]) -> Listener:
+    """The logger of this name; what it stumbles over at its start becomes one sentence."""
+    try:
+        return LOGGERS[name](folder, config)
+    except UserError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"--log {name} could not start: {said[:300]}") from error
+
+
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 

@@ -16,7 +16,7 @@ from kronfac.optimizer import Preconditioned
 from kronfac.train import checkpointing, environment, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
-from kronfac.train.folder import RunFolder
+from kronfac.train.folder import RunFolder, as_json
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
 from kronfac.train.pair import Pair, kfac_of
@@ -125,12 +125,15 @@ class _Run:
         setup, folder = self.setup, self.folder
         config = _config(setup.job, origin)
         if new:
-            folder.create()
-            folder.write_json("config.json", config)
-            folder.write_json("environment.json", environment.describe(setup.ranks, setup.device))
-            folder.write("summary.txt", _summary(setup) + "\n")
+            folder.create(
+                {
+                    "config.json": as_json(config),
+                    "environment.json": as_json(environment.describe(setup.ranks, setup.device)),
+                    "summary.txt": _summary(setup) + "\n",
+                }
+            )
+        made = [loggers.make(name, folder.path, config) for name in log]
         self.file = EventFile(folder.events)
-        made = [loggers.LOGGERS[name](folder.path, config) for name in log]
         self.record.listeners[:0] = [self.file, *made]
 
     def go(self) -> Result:

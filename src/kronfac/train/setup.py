@@ -59,11 +59,8 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
         )
     sizes = {name: getattr(job.data, name) for name in ("train", "test")}
     source = data.load(job.data.name, data_dir, **sizes, **job.data.options)
-    if source.kind == "text" and train.target is not None:
-        raise UserError(
-            f"train.target = {train.target} is an accuracy, which is not measured on text; set "
-            "train.target_loss instead."
-        )
+    if source.kind == "text":
+        _check_text(job)
     if job.data.holdout is not None:
         source = data.hold_out(source, job.data.holdout)
     batches = data.Batches(
@@ -82,6 +79,24 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
     steps = train.steps or max(1, round((train.epochs or 0.0) * count))
     rate = _shape(job.schedule, steps / count)
     return Setup(job, ranks, device, source, batches, plain, model, optimizer, rate, steps)
+
+
+def _check_text(job: Job) -> None:
+    """Refuse what is for images only."""
+    if job.train.target is not None:
+        raise UserError(
+            f"train.target = {job.train.target} is an accuracy, which is not measured on text; set "
+            "train.target_loss instead."
+        )
+    if job.data.augment:
+        names = list(job.data.augment)
+        raise UserError(
+            f"data.augment = {names!r} changes images, and this data is text; leave it out."
+        )
+    if job.train.mixup:
+        raise UserError(
+            f"train.mixup = {job.train.mixup} mixes images, and this data is text; set 0."
+        )
 
 
 def _model(job: Job, source: Any, device: torch.device) -> nn.Module:
