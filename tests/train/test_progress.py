@@ -34,6 +34,12 @@ def test_plain_lines_for_evaluations_elsewhere() -> None:
     assert "target 1.00% reached at step 4, after" in lines[-1]
 
 
+def test_a_test_between_logged_steps_is_shown_at_its_own_step() -> None:
+    lines = shown(io.StringIO(), train__log_every=6).splitlines()
+    places = [re.match(r"step (\d+)/12  epoch (\d)", line) for line in lines[1:-1]]
+    assert [place and place.groups() for place in places] == [("4", "1"), ("8", "2"), ("12", "3")]
+
+
 def test_other_optimizers_have_no_share_of_kfac() -> None:
     assert "K-FAC" not in shown(io.StringIO(), "sgd")
 

@@ -89,11 +89,16 @@ class Progress:
             parts.append("target not reached")
         return ", ".join(parts)
 
+    @property
+    def now(self) -> Event:
+        """The newest event with a step: tests may come between steps that are logged."""
+        return max(self.step, self.tested or self.step, key=lambda event: int(event["step"]))
+
     def where(self) -> str:
         """How far training is, and how good."""
-        step, steps = self.step["step"], self.start["steps"]
+        now, steps = self.now, self.start["steps"]
         whole = steps / self.start["steps_per_epoch"]
-        text = f"step {step:,}/{steps:,}  epoch {self.step['epoch']:.2f}/{whole:.2f}"
+        text = f"step {now['step']:,}/{steps:,}  epoch {now['epoch']:.2f}/{whole:.2f}"
         loss = self.step["loss"]
         text += f"  loss {loss:.4f}" if loss is not None else "  loss not finite"
         if self.tested and self.tested["accuracy"] is not None:
@@ -106,7 +111,7 @@ class Progress:
         """How fast it is, how long it will take, and what K-FAC takes of it."""
         unit = "texts" if self.start.get("samples") == "text" else "images"
         rate = self.step["samples_per_second"]
-        left = (self.start["steps"] - self.step["step"]) * self.start["batch"] / max(rate, 1e-9)
+        left = (self.start["steps"] - self.now["step"]) * self.start["batch"] / max(rate, 1e-9)
         text = f"{rate:,.0f} {unit}/s  {clock(left)} left"
         share = kfac_share(self.step["phases"])
         share = share.partition(" (")[0] if brief else share
@@ -164,7 +169,7 @@ class Screen(Progress):
         return f"{self._bar(max(_SHORTEST_BAR, min(16, room)))}  {speed}"
 
     def _bar(self, width: int) -> str:
-        full = int(width * self.step["step"] / self.start["steps"])
+        full = int(width * self.now["step"] / self.start["steps"])
         return "[" + "#" * full + "." * (width - full) + "]"
 
 
