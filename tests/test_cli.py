@@ -15,6 +15,8 @@ import torch
 
 import kronfac
 from kronfac.cli import main
+from kronfac.report.find import load
+from kronfac.report.summary import chapters
 from kronfac.train import comparison
 from kronfac.train.events import read
 from kronfac.train.stepping import Stepper
@@ -282,6 +284,25 @@ def test_the_table_counts_each_run_once_by_its_last_end(tmp_path: Path) -> None:
     lines = comparison.table(tmp_path, "small", ["kfac", "my-kfac"])
     assert lines[1].split() == ["kfac", "1", "90.00%", "1/1", "4", "1.0"]
     assert lines[2].split() == ["my-kfac", "1", "50.00%", "1/1", "4", "1.0"]
+
+
+def test_a_target_that_most_runs_miss_has_no_median(tmp_path: Path) -> None:
+    for seed in range(3):
+        folder = tmp_path / f"small-sgd-s{seed}"
+        folder.mkdir()
+        event = {"event": "target" if seed == 0 else "start", "step": 4, "seconds": 1.0}
+        (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    [_, line, _] = comparison.table(tmp_path, "small", ["sgd"])
+    assert line.split() == ["sgd", "3", "-", "1/3", "-", "-"]
+
+
+def test_seeds_that_are_added_later_are_of_the_same_group() -> None:
+    arguments = ["compare", "--no-report", "--quiet"]
+    assert main([*arguments, "small.toml", "--optimizers", "sgd"]) == 0
+    assert main([*arguments, "--resume", "runs/small-compare", "--seeds", "2"]) == 0
+    assert main(["train", "small.toml", "--optimizer", "sgd", "--seed", "2", "--quiet"]) == 0
+    [chapter] = chapters(load([Path("runs")])[0])
+    assert [(group.label, len(group.runs)) for group in chapter.groups] == [("SGD", 3)]
 
 
 def test_report_reads_runs(capsys: pytest.CaptureFixture[str]) -> None:

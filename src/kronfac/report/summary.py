@@ -22,7 +22,7 @@ _ORDER = ("kfac", "sgd", "adamw", "adam", "muon", "soap")
 # Keys that do not change what is trained, or that are meant to differ within a group.
 _ASIDE = {
     "seed", "seeds", "out", "command", "changes", "data_dir", "resume", "log_every", "loggers",
-    "description", "source",
+    "description", "source", "file", "comparison", "optimizers",
 }  # fmt: skip
 
 

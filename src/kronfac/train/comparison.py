@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from argparse import Namespace
@@ -100,8 +101,9 @@ def table(folder: Path, recipe: str, names: Sequence[str]) -> list[str]:
         paths = sorted(folder.glob(f"{escape(f'{recipe}-{name}-s')}[0-9]*/events.jsonl"))
         runs = [read(path) for path in paths]
         ends, hits = _last(runs, "finish"), _last(runs, "target")
-        steps = _median([hit["step"] for hit in hits])
-        seconds = _median([hit["seconds"] for hit in hits])
+        misses = [math.inf] * (len(runs) - len(hits))  # as in the report: one of three is a miss
+        steps = _median([*(hit["step"] for hit in hits), *misses])
+        seconds = _median([*(hit["seconds"] for hit in hits), *misses])
         lines.append(
             f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
             f"{'-' if steps is None else f'{steps:.0f}':>8}"
@@ -125,4 +127,5 @@ def _final(ends: Sequence[Event]) -> str:
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+    middle = statistics.median(values) if values else math.inf
+    return middle if math.isfinite(middle) else None
