@@ -1,10 +1,13 @@
 """Run folders and the files in them."""
 
+import errno
+import io
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
+import torch
 
 from kronfac.train import disk
 from kronfac.train.errors import UserError
@@ -91,3 +94,25 @@ def test_numbers_that_json_does_not_know_are_null(tmp_path: Path) -> None:
     [event] = read(tmp_path / "events.jsonl")
     assert (event["event"], event["loss"]) == ("step", None)
     assert event["time"] > 0
+
+
+def test_a_disk_that_gets_full_within_a_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    """Torch then raises an error of its own, about the end of its file."""
+
+    class Full(io.BytesIO):
+        def write(self, content: Any) -> int:
+            if self.tell() + len(content) > 1000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"the last one")
+    with pytest.raises(UserError, match="the disk is full; what was saved before is still there"):
+        disk.replace(path, lambda file: torch.save({"x": torch.zeros(10_000)}, Full()))
+    assert path.read_bytes() == b"the last one"
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+def test_errors_that_are_not_the_disks_are_not_explained_away(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="something else"), disk.explained(tmp_path):
+        raise RuntimeError("something else")

@@ -17,14 +17,24 @@ def explained(path: Path) -> Iterator[None]:
     """Turn errors of the file system into one sentence."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, RuntimeError) as error:
+        found = _of_the_system(error)
+        if found is None:
+            raise
+        if found.errno in (errno.ENOSPC, errno.EDQUOT):
             what = "the disk is full"
         else:
-            what = error.strerror or str(error)
+            what = found.strerror or str(found)
         raise UserError(
             f"{path} cannot be written: {what}; what was saved before is still there."
         ) from error
+
+
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """The error itself, or what it hides: torch stumbles over a file that it cannot finish."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
