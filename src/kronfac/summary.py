@@ -75,7 +75,7 @@ def _left_out_lines(left_out: Mapping[str, tuple[int, str]]) -> list[str]:
     if not left_out:
         return ["No parameter is left out."]
     count = sum(size for size, _ in left_out.values())
-    lines = [f"Not preconditioned ({count:,} parameters, the base optimizer's own step):"]
+    lines = [f"Not preconditioned ({count:,} parameters):"]
     by_reason: dict[str, list[str]] = {}
     for name, (_, reason) in left_out.items():
         by_reason.setdefault(reason, []).append(name)
