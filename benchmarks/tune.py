@@ -5,6 +5,7 @@
 1. Four learning rates at one length; while the best is at the edge, one more beyond it.
 2. The best one at lengths found by bisection: the shortest that passes the target.
 3. Both neighbouring learning rates at the next shorter length.
+4. The middle between that length and the next shorter one.
 
 Runs are tested on training samples that are kept apart. Trials are kept in
 `benchmarks/results/tuning/`, so that an interrupted search goes on where it was.
@@ -73,16 +74,30 @@ class Search:
             rates.sort()
             best = self.best(rates)
         steps = self.shortest(best)
-        chosen = {"lr": best, "steps": steps or self.task.lengths[-1], "reached": bool(steps)}
-        if steps and steps > self.task.lengths[0]:
-            shorter = self.task.lengths[self.task.lengths.index(steps) - 1]
+        if steps is None:
+            chosen = {"lr": best, "steps": self.task.lengths[-1], "reached": False}
+        else:
             place = rates.index(best)
             near = [rates[i] for i in (place - 1, place + 1) if 0 <= i < len(rates)]
-            if fit := [rate for rate in near if self.passes(rate, shorter)]:
-                rate = max(fit, key=lambda rate: self.mean(rate, shorter))
-                chosen = {"lr": rate, "steps": shorter, "reached": True}
+            best, steps = self.refine(best, steps, near)
+            chosen = {"lr": best, "steps": steps, "reached": True}
         self.save(chosen)
         return chosen
+
+    def refine(self, best: float, steps: int, near: list[float]) -> tuple[float, int]:
+        """Neighbouring rates at the next shorter length, then the middle of two lengths."""
+        if steps > self.task.lengths[0]:
+            shorter = self.shorter(steps)
+            if fit := [rate for rate in near if self.passes(rate, shorter)]:
+                best, steps = max(fit, key=lambda rate: self.mean(rate, shorter)), shorter
+        if steps > self.task.lengths[0]:
+            middle = (self.shorter(steps) + steps) // 2
+            steps = middle if self.passes(best, middle) else steps
+        return best, steps
+
+    def shorter(self, steps: int) -> int:
+        """The next shorter length."""
+        return self.task.lengths[self.task.lengths.index(steps) - 1]
 
     def best(self, rates: list[float]) -> float:
         """The best learning rate at the first length, one seed."""
