@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import RESULTS, table
-from _tasks import OPTIMIZERS, TASKS, TUNING_SEEDS, Task
+from _tasks import OPTIMIZERS, TASKS, Task
 from _trials import Trial, run
 
 FOLDER = RESULTS / "tuning"
@@ -58,7 +58,7 @@ class Search:
 
     def mean(self, rate: float, steps: int) -> float:
         """Over the seeds of tuning."""
-        return statistics.mean(self.score(rate, steps, seed) for seed in TUNING_SEEDS)
+        return statistics.mean(self.score(rate, steps, seed) for seed in self.task.seeds)
 
     def passes(self, rate: float, steps: int) -> bool:
         """Whether the target is passed with a margin."""
@@ -100,9 +100,8 @@ class Search:
         return self.task.lengths[self.task.lengths.index(steps) - 1]
 
     def best(self, rates: list[float]) -> float:
-        """The best learning rate at the first length, one seed."""
-        length, seed = self.task.first_length, TUNING_SEEDS[0]
-        return max(rates, key=lambda rate: self.score(rate, length, seed))
+        """The best learning rate at the first length."""
+        return max(rates, key=lambda rate: self.mean(rate, self.task.first_length))
 
     def shortest(self, rate: float) -> int | None:
         """The shortest length that passes, by bisection."""

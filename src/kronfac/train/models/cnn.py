@@ -8,7 +8,7 @@ from kronfac.train.errors import UserError
 
 
 class CNN(nn.Sequential):
-    """3x3 convolutions with BatchNorm and ReLU; half the resolution between stages, then a mean.
+    """3x3 convolutions with ReLU; half the resolution between stages, then a mean.
 
     Args:
         num_classes: number of outputs.
@@ -16,6 +16,7 @@ class CNN(nn.Sequential):
         width: channels of the first stage; each further stage has twice as many.
         stages: number of resolutions.
         convolutions: per stage.
+        norm: a BatchNorm after each convolution, which then has no bias.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class CNN(nn.Sequential):
         width: int = 16,
         stages: int = 3,
         convolutions: int = 1,
+        norm: bool = True,
     ) -> None:
         channels, height, side = sample_shape
         if min(height, side) < 2 ** (stages - 1):
@@ -35,11 +37,9 @@ class CNN(nn.Sequential):
                 layers.append(nn.MaxPool2d(2))
             for _ in range(convolutions):
                 wide = width * 2**stage
-                layers += [
-                    nn.Conv2d(channels, wide, 3, padding=1, bias=False),
-                    nn.BatchNorm2d(wide),
-                    nn.ReLU(inplace=True),
-                ]
+                layers.append(nn.Conv2d(channels, wide, 3, padding=1, bias=not norm))
+                layers += [nn.BatchNorm2d(wide)] if norm else []
+                layers.append(nn.ReLU(inplace=True))
                 channels = wide
         pool = nn.AdaptiveAvgPool2d(1)
         super().__init__(*layers, pool, nn.Flatten(), nn.Linear(channels, num_classes))
