@@ -80,7 +80,9 @@ def summarise(runs: list[dict[str, Any]], tasks: list[str], names: list[str]) ->
         }
         for name in names:
             mine = [r for r in runs if (r["task"], r["optimizer"]) == (task, name)]
-            found[task]["rows"][name] = _row(mine, "loss" if loss else "accuracy")
+            found[task]["rows"][name] = _row(
+                mine, "loss" if loss else "accuracy", found[task]["target"]
+            )
         base = found[task]["rows"][BASE]
         for row in found[task]["rows"].values():
             for key in ("steps", "seconds"):
@@ -88,8 +90,16 @@ def summarise(runs: list[dict[str, Any]], tasks: list[str], names: list[str]) ->
     return found
 
 
-def _row(runs: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    hits = [r["reached"] for r in runs]
+def first_hit(run: dict[str, Any], metric: str, target: float) -> dict[str, float] | None:
+    """Step and seconds of the first evaluation at the target."""
+    for step, seconds, accuracy, loss in run["curve"]:
+        if loss <= target if metric == "loss" else accuracy >= target:
+            return {"step": step, "seconds": seconds}
+    return None
+
+
+def _row(runs: list[dict[str, Any]], metric: str, target: float) -> dict[str, Any]:
+    hits = [first_hit(r, metric, target) for r in runs]
     seconds = [hit["seconds"] if hit else math.inf for hit in hits]
     ends = [r[metric] for r in runs if r[metric] is not None]
     return {
