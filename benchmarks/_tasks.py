@@ -58,6 +58,6 @@ TASKS = {
         Task("digits", _IMAGE_RATES, _DIGITS_LENGTHS, 80, 0.002, _IMAGE_OTHERS, (100, 101, 102)),
         Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, 0.02, _IMAGE_OTHERS),
         Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, 0.02, _IMAGE_OTHERS),
-        Task("text", _TEXT_RATES, _TEXT_LENGTHS, 200, 0.01, {"muon": 0.25, "kfac": 0.25}),
+        Task("text", _TEXT_RATES, _TEXT_LENGTHS, 200, 0.01, {"muon": 0.25, "kfac": 0.5}),
     )
 }
