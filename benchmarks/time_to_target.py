@@ -111,7 +111,6 @@ def _row(runs: list[dict[str, Any]], metric: str, target: float) -> dict[str, An
         "seconds_range": [min(seconds), max(seconds)],
         "final": statistics.mean(ends) if ends else None,
         "ms_per_step": 1e3 * statistics.median(r["seconds"] / r["steps"] for r in runs),
-        "memory_mb": max(r["memory"] for r in runs) / 1e6,
         "phases": _phases(runs),
     }
 
