@@ -21,14 +21,14 @@ from _trials import Trial, run
 
 NAME = "large_batch"
 TASK = "digits"
-TARGET = 0.97
-BATCHES = (32, 64, 128, 256, 512, 1024)
+TARGET = 0.96
+BATCHES = (32, 128, 512, 1024)
 RATES = {
-    "sgd": (0.1, 0.2, 0.4, 0.8, 1.6),
-    "kfac": (0.05, 0.1, 0.2, 0.4, 0.8),
+    "sgd": (0.05, 0.1, 0.2, 0.4),
+    "kfac": (0.05, 0.1, 0.2, 0.4),
 }
 #: Steps of a schedule, each about a quarter more than the one before.
-LENGTHS = (8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200)
+LENGTHS = (8, 12, 16, 20, 25, 32, 40, 50, 64, 80, 100, 128, 160, 200, 260)
 SEEDS = (0, 1)
 
 
