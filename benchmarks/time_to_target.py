@@ -1,6 +1,6 @@
 """Seconds and steps to a fixed test accuracy (or loss), each optimizer with its own tuned schedule.
 
-    python benchmarks/time_to_target.py [--tasks cifar10] [--seeds 3] [--show]
+    python benchmarks/time_to_target.py [--tasks cifar10] [--seeds 3]
 
 Settings are what `benchmarks/tune.py` chose on other seeds and on training samples kept apart. Optimizers
 take turns within each seed, evaluation is not timed, and a run that misses the target counts as
@@ -14,7 +14,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from _common import RESULTS, machine_line, table, write_json
 from _tasks import OPTIMIZERS, TABLE, TASKS
 from _trials import Trial, run
@@ -28,7 +27,7 @@ LABELS = {
     "soap": "SOAP",
     "kfac": "K-FAC",
 }
-#: What is compared with: the issue of this table is K-FAC against tuned SGD.
+#: What savings are told against.
 BASE = "sgd"
 
 
@@ -171,7 +170,6 @@ def plot(runs: list[dict[str, Any]], found: dict[str, Any], path: Path) -> None:
         len(tasks), 2, figsize=(9, 3.1 * len(tasks)), squeeze=False, layout="constrained"
     )
     for row, task in zip(axes, tasks, strict=True):
-        names = list(found[task]["rows"])
         for one in (r for r in runs if r["task"] == task):
             accuracy = one["accuracy"] is not None
             points = [(s, t, a if accuracy else loss) for s, t, a, loss in one["curve"]]
@@ -189,7 +187,6 @@ def plot(runs: list[dict[str, Any]], found: dict[str, Any], path: Path) -> None:
                 axis.set_ylim(target - 0.15, target + 0.9)
             axis.grid(alpha=0.25)
         row[0].set_ylabel("test accuracy" if found[task]["target"] < 1 else "test loss")
-        del names
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
@@ -202,7 +199,6 @@ def main() -> None:
     parser.add_argument("--data-dir")
     arguments = parser.parse_args()
     tasks, names = arguments.tasks.split(","), arguments.optimizers.split(",")
-    torch.set_num_threads(torch.get_num_threads())
     print(machine_line())
     runs = measure(tasks, names, arguments.seeds, arguments.data_dir)
     wanted = {(t, n, s) for t in tasks for n in names for s in range(arguments.seeds)}
