@@ -13,7 +13,7 @@ _DIGITS = 300
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: `changes` are keys of the optimizer's table, such as lr."""
+    """A run: `changes` are keys of the optimizer's table, such as lr; `alone`, if they are all of it."""
 
     task: str
     optimizer: str
@@ -21,6 +21,7 @@ class Trial:
     seed: int
     changes: tuple[tuple[str, Any], ...] = ()
     batch: int | None = None
+    alone: bool = False
 
     def recipe(self, *, holdout: bool = False) -> Any:
         """The recipe with this trial's settings."""
@@ -32,6 +33,8 @@ class Trial:
             changes["data.holdout"] = _DIGITS if recipe.data.name == "digits" else HOLDOUT
             if recipe.data.train is not None:
                 changes["data.train"] = recipe.data.train + HOLDOUT
+        if self.alone:
+            changes[f"optimizers.{self.optimizer}"] = {}
         for key, value in self.changes:
             changes[f"optimizers.{self.optimizer}.{key}"] = value
         return recipe_files.change(recipe, changes)

@@ -26,14 +26,16 @@ EPOCHS = 4
 BATCH = 64
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
+    "rescale='graft'": {"rescale": "graft"},
     "rescale=None": {"rescale": None},
     "rescale='kl-clip'": {"rescale": "kl-clip"},
     "damping=1e-1": {"damping": 1e-1},
     "damping=1e-2": {"damping": 1e-2},
     "damping=1e-3": {"damping": 1e-3},
     "damping=1e-5": {"damping": 1e-5},
-    "decay=0.5": {"decay": 0.5},
-    "decay=0.99": {"decay": 0.99},
+    "decay=0": {"decay": 0.0},
+    "decay=0.8": {"decay": 0.8},
+    "decay=0.95": {"decay": 0.95},
     "1/10": {"factor_every": 1, "refresh_every": 10},
     "50/500": {"factor_every": 50, "refresh_every": 500},
     "early_refresh=False": {"early_refresh": False},

@@ -497,10 +497,10 @@ def test_the_damping_may_be_set_later() -> None:
     assert (optimizer.damping, optimizer.stats()["damping"]) == (0.2, 0.2)
 
 
-def test_auto_rescale_is_graft_unless_the_damping_adapts() -> None:
+def test_auto_rescale_is_none_if_the_damping_adapts() -> None:
     model = mlp()
     base = SGD(model.parameters(), lr=0.1)
-    assert kronfac.KFAC(model, base)._preconditioner.options.rescale == "graft"
+    assert kronfac.KFAC(model, base)._preconditioner.options.rescale == "auto"
     adaptive = kronfac.KFAC(model, base, damping=LevenbergMarquardt())
     assert adaptive._preconditioner.options.rescale is None
 

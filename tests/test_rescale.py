@@ -110,6 +110,33 @@ def test_unit_leaves_parameters_that_are_not_preconditioned() -> None:
     assert_same(after["1.weight"], before["1.weight"])
 
 
+# --- auto ------------------------------------------------------------------------------------
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_auto_is_unit_for_matrices_and_graft_for_norms() -> None:
+    found = {}
+    for rescale in ("auto", "unit", "graft"):
+        model = normed()
+        found[rescale] = applied(model, frozen_kfac(model, rescale=rescale), batch())[1]
+    for name in ("0", "3"):
+        assert_same(of_layer(found["auto"], name), of_layer(found["unit"], name))
+    assert_same(of_layer(found["auto"], "1"), of_layer(found["graft"], "1"))
+
+
+def test_auto_is_the_default() -> None:
+    model = mlp()
+    optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1))
+    _, after = applied(model, optimizer, batch())
+    rows, columns = model[0].weight.shape
+    expected = math.sqrt(min(rows, columns + 1) * max(1, rows / (columns + 1)))
+    assert float(of_layer(after, "0").norm()) == pytest.approx(expected)
+
+
 # --- KL clip ---------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl-clip": {"rescale": "kl-clip"},
     "graft": {"rescale": "graft"},
     "unit": {"rescale": "unit"},
+    "auto": {"rescale": "auto"},
     "momentum": {"rescale": None, "momentum": 0.9},
     "nesterov": {"rescale": "graft", "momentum": 0.9, "nesterov": True},
     "cholesky": {"rescale": "graft", "solver": "cholesky"},

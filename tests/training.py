@@ -67,7 +67,8 @@ def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
 
 def kfac(model: nn.Module, base: Optimizer | None = None, **options: Any) -> kronfac.KFAC:
     """K-FAC that takes statistics and refreshes at every step and does not rescale."""
-    chosen = {"damping": 0.1, "factor_every": 1, "refresh_every": 1, "rescale": None} | options
+    chosen = {"damping": 0.1, "factor_every": 1, "refresh_every": 1, "decay": 0.95}
+    chosen |= {"rescale": None, **options}
     return kronfac.KFAC(model, base or SGD(model.parameters(), lr=0.1), **chosen)
 
 

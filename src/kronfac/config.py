@@ -20,22 +20,26 @@ Pattern = str | type[nn.Module]
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Sharing = Literal["expand", "reduce"]
 SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
-Rescale = Literal["kl-clip", "graft", "unit", "quadratic"]
-RescaleOption = Literal["auto", "kl-clip", "graft", "unit", "quadratic"]
+Rescale = Literal["auto", "kl-clip", "graft", "unit", "quadratic"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
     "sharing": ("expand", "reduce"),
     "solver": ("auto", "eigen", "cholesky", "newton-schulz"),
-    "rescale": (None, "kl-clip", "graft", "unit", "quadratic"),
+    "rescale": (None, "auto", "kl-clip", "graft", "unit", "quadratic"),
     "on_missing": ("warn", "raise", "ignore"),
 }
 
 
+def is_matrix(layer: Layer) -> bool:
+    """Whether a layer multiplies by a matrix, so that Muon's norm means something for its step."""
+    return not (layer.unit_wise or layer.picks_columns)
+
+
 def no_matrix(layer: Layer) -> str | None:
-    """Refuse layers that do not multiply by a matrix, for which a unit step has no meaning."""
-    if layer.unit_wise or layer.picks_columns:
+    """Refuse layers that do not multiply by a matrix."""
+    if not is_matrix(layer):
         return "rescale='unit' is for matrices, and this is none"
     return None
 
@@ -170,12 +174,9 @@ class Schedules:
         return result
 
 
-def resolve_rescale(value: RescaleOption | None, adaptive_damping: bool) -> Rescale | None:
-    """Resolve ``"auto"``: graft, unless the damping needs the length of a step as its lever."""
-    _check_choice("rescale", value, ("auto", *_CHOICES["rescale"]))
-    if value == "auto":
-        return None if adaptive_damping else "graft"
-    return value
+def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | None:
+    """Leave steps as solved instead of ``"auto"`` if the damping needs their length as its lever."""
+    return None if value == "auto" and adaptive_damping else value
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -15,7 +15,7 @@ from kronfac.config import (
     Number,
     Options,
     Pattern,
-    RescaleOption,
+    Rescale,
     Schedules,
     Sharing,
     SolverOption,
@@ -58,8 +58,8 @@ class KFAC(Preconditioned):
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
             ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"quadratic"``
             (learning rate and momentum from a quadratic model, over SGD with ``lr=1``; needs
-            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"graft"``, and ``None`` with a damping
-            that adapts itself.
+            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"`` for
+            norms and embeddings; it is ``None`` with a damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
@@ -95,14 +95,14 @@ class KFAC(Preconditioned):
         damping: Number | LevenbergMarquardt = 1e-4,
         factor_every: Interval = 10,
         refresh_every: Interval = 100,
-        decay: Number = 0.95,
+        decay: Number = 0.5,
         fisher: Fisher = "empirical",
         sharing: Sharing = "expand",
         solver: SolverOption = "auto",
         power: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = False,
-        rescale: RescaleOption | None = "auto",
+        rescale: Rescale | None = "auto",
         kl_clip: float = 1e-3,
         early_refresh: bool = True,
         stagger: bool = False,

@@ -18,7 +18,7 @@ from kronfac import checkpoint
 from kronfac.batching import Batches
 from kronfac.capture import Capture
 from kronfac.clipping import clip_gradients
-from kronfac.config import Options, Schedules
+from kronfac.config import Options, Schedules, is_matrix
 from kronfac.damping import AdaptiveDamping
 from kronfac.distributed.ledger import Ledger
 from kronfac.distributed.ownership import Ownership
@@ -427,6 +427,8 @@ class Preconditioner:
             factors = graft_factors(steps)
         elif rule == "unit":
             factors = [unit_factor(step) for step in steps]
+        elif rule == "auto":
+            factors = self._matrices_unit(updates)
         elif rule == "kl-clip":
             total = kl_clip_sum(steps)
             if self.team is not None:
@@ -441,6 +443,11 @@ class Preconditioner:
                     torch.mul(value, length, out=target)
             else:
                 state.layer.write(update.times(length))
+
+    def _matrices_unit(self, updates: list[tuple[LayerState, Update]]) -> list[Tensor]:
+        """Muon's norm for matrices, the gradient's for norms and embeddings."""
+        grafts = iter(graft_factors([u for state, u in updates if not is_matrix(state.layer)]))
+        return [unit_factor(u) if is_matrix(state.layer) else next(grafts) for state, u in updates]
 
     def count(self, name: str, amount: int | Tensor = 1) -> None:
         """Add to a counter that :meth:`stats` shows."""
