@@ -58,8 +58,8 @@ class KFAC(Preconditioned):
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
             ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"quadratic"``
             (learning rate and momentum from a quadratic model, over SGD with ``lr=1``; needs
-            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"`` for
-            norms and embeddings; it is ``None`` with a damping that adapts itself.
+            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"``
+            for norms and embeddings; it is ``None`` with a damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
