@@ -5,6 +5,7 @@ the same round.
 """
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -150,9 +151,18 @@ def write_json(name: str, results: Mapping[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     date = datetime.now(UTC).date().isoformat()
-    content = {"benchmark": name, "date": date, "machine": machine(), "results": results}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    content = {"benchmark": name, "date": date, "machine": machine(), "results": _plain(results)}
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     return path
+
+
+def _plain(value: Any) -> Any:
+    """The same without infinities, which JSON does not know: None is what never came."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(name: str) -> dict[str, Any]:

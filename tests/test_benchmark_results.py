@@ -1,0 +1,86 @@
+"""Committed results are what the pages quote, and show what the pages claim."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = sorted(RESULTS.rglob("*.json"))
+LABELS = {
+    "sgd": "SGD + Nesterov",
+    "adamw": "AdamW",
+    "muon": "Muon + AdamW",
+    "soap": "SOAP",
+    "kfac": "**K-FAC**",
+}
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+def rows_of(page: str, heading: str) -> dict[str, list[str]]:
+    """Cells of the first table after a text, by their first cell, without emphasis."""
+    lines = (ROOT / page).read_text().split(heading, 1)[1].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    found = {}
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+        found[first] = [cell.strip("* ") for cell in rest]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_results_are_json_that_any_program_reads(path: Path) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse)
+
+
+# --- time to target --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("task", "column"), [("cifar10", 0), ("fashion-mnist", 2)])
+def test_the_readme_quotes_time_to_target(task: str, column: int) -> None:
+    shown = rows_of("README.md", "## How fast does it train?")
+    for name, row in results("time_to_target")["tasks"][task]["rows"].items():
+        steps, seconds = shown[LABELS[name]][column : column + 2]
+        assert steps.split()[0] == str(row["steps"])
+        assert seconds.split()[0] == f"{row['seconds']:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("task", "heading"), [("cifar10", "| CIFAR-10,"), ("fashion-mnist", "| Fashion-MNIST,")]
+)
+def test_the_page_quotes_time_to_target(task: str, heading: str) -> None:
+    shown = rows_of("docs/benchmarks.md", heading)
+    for name, row in results("time_to_target")["tasks"][task]["rows"].items():
+        steps, _, seconds, *_ = shown[LABELS[name]]
+        assert (steps, seconds) == (str(row["steps"]), f"{row['seconds']:.1f}")
+
+
+@pytest.mark.parametrize("task", ["cifar10", "fashion-mnist"])
+def test_kfac_needs_fewer_steps_and_less_time_than_every_other(task: str) -> None:
+    rows = results("time_to_target")["tasks"][task]["rows"]
+    assert all(row["runs"] >= 3 for row in rows.values())
+    assert rows["kfac"]["reached"] == rows["kfac"]["runs"]
+    assert rows["kfac"]["seconds"] <= 0.65 * rows["sgd"]["seconds"]
+    assert rows["kfac"]["steps"] <= 0.55 * rows["sgd"]["steps"]
+    assert rows["kfac"]["seconds"] < min(rows[n]["seconds"] for n in ("adamw", "muon", "soap"))
+
+
+# --- defaults --------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_within_a_percent_of_the_best() -> None:
+    found = results("robustness")
+    assert found["seeds"] >= 3
+    assert set(found["tasks"]) == {"digits", "mnist", "fashion-mnist", "cifar10"}
+    for task, one in found["tasks"].items():
+        assert one["defaults_below_best"] <= 0.01, task
