@@ -505,7 +505,7 @@ def test_auto_rescale_is_none_if_the_damping_adapts() -> None:
     assert adaptive._preconditioner.options.rescale is None
 
 
-@pytest.mark.parametrize("rescale", ["graft", "unit"])
+@pytest.mark.parametrize("rescale", ["graft", "unit", "orthogonal"])
 def test_a_fixed_length_is_refused(rescale: str) -> None:
     with pytest.raises(ValueError, match=f"rescale='{rescale}' fixes the length"):
         kfac(mlp(), damping=LevenbergMarquardt(), rescale=rescale)

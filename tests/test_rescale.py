@@ -33,6 +33,11 @@ def of_layer(values: dict[str, Tensor], name: str) -> Tensor:
     return torch.cat([values[f"{name}.weight"].flatten(), values[f"{name}.bias"].flatten()])
 
 
+def as_matrix(values: dict[str, Tensor], name: str) -> Tensor:
+    """Weight and bias of a linear layer side by side."""
+    return torch.cat([values[f"{name}.weight"], values[f"{name}.bias"][:, None]], dim=1)
+
+
 def preconditioned(data: Any, model: nn.Module, **options: Any) -> dict[str, Tensor]:
     """What a first step without rescaling applies."""
     return applied(model, frozen_kfac(model, **options), data)[1]
@@ -107,6 +112,42 @@ def test_unit_gives_every_group_of_a_convolution_the_norm() -> None:
 def test_unit_leaves_parameters_that_are_not_preconditioned() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3))
     before, after = applied(model, frozen_kfac(model, rescale="unit"), batch())
+    assert_same(after["1.weight"], before["1.weight"])
+
+
+# --- orthogonal ------------------------------------------------------------------------------
+
+
+def test_orthogonal_gives_singular_values_that_are_alike_and_muons_norm() -> None:
+    plain = preconditioned(batch(), mlp())
+    model = mlp()
+    _, after = applied(model, frozen_kfac(model, rescale="orthogonal"), batch())
+    for name in ("0", "2", "4"):
+        solved, found = as_matrix(plain, name), as_matrix(after, name)
+        left, values, right = torch.linalg.svd(solved, full_matrices=False)
+        inner = left.T @ found @ right.T  # singular vectors are those of the solved step
+        assert torch.allclose(inner, torch.diag(inner.diagonal()), atol=1e-6)
+        clear = inner.diagonal()[values > 1e-2 * values.norm()]
+        assert float(clear.min()) > 0.5 * float(clear.max()) > 0
+        rows, columns = found.shape
+        expected = math.sqrt(min(rows, columns) * max(1, rows / columns))
+        assert float(found.norm()) == pytest.approx(expected)
+
+
+def test_orthogonal_takes_equal_shapes_together_as_alone() -> None:
+    def norms(depth: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)), nn.Linear(4, 3))
+        _, after = applied(model, frozen_kfac(model, rescale="orthogonal"), batch())
+        return torch.stack([of_layer(after, str(n)).norm() for n in range(depth)])
+
+    assert_close(norms(3), torch.full((3,), 2.0))
+    assert_close(norms(1), torch.full((1,), 2.0))
+
+
+def test_orthogonal_leaves_parameters_that_are_no_matrices() -> None:
+    model = normed()
+    before, after = applied(model, frozen_kfac(model, rescale="orthogonal"), batch())
     assert_same(after["1.weight"], before["1.weight"])
 
 
@@ -247,7 +288,7 @@ def test_momentum_leaves_parameters_that_are_not_preconditioned() -> None:
     assert_same(after["1.weight"], before["1.weight"])
 
 
-@pytest.mark.parametrize("rescale", [None, "graft", "unit", "kl-clip"])
+@pytest.mark.parametrize("rescale", [None, "graft", "unit", "orthogonal", "kl-clip"])
 def test_without_a_solution_the_gradient_passes_as_it_is(
     monkeypatch: pytest.MonkeyPatch, rescale: str | None
 ) -> None:

@@ -152,6 +152,7 @@ def test_resume_with_staggered_refreshes(saved_after: int) -> None:
         {"rescale": "kl-clip"},
         {"rescale": "graft"},
         {"rescale": "unit"},
+        {"rescale": "orthogonal"},
         {"solver": "cholesky"},
         {"solver": "newton-schulz"},
         {"fisher": "forward"},

@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "graft": {"rescale": "graft"},
     "unit": {"rescale": "unit"},
     "auto": {"rescale": "auto"},
+    "orthogonal": {"rescale": "orthogonal"},
     "momentum": {"rescale": None, "momentum": 0.9},
     "nesterov": {"rescale": "graft", "momentum": 0.9, "nesterov": True},
     "cholesky": {"rescale": "graft", "solver": "cholesky"},

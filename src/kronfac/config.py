@@ -20,14 +20,14 @@ Pattern = str | type[nn.Module]
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Sharing = Literal["expand", "reduce"]
 SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
-Rescale = Literal["auto", "kl-clip", "graft", "unit", "quadratic"]
+Rescale = Literal["auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
     "sharing": ("expand", "reduce"),
     "solver": ("auto", "eigen", "cholesky", "newton-schulz"),
-    "rescale": (None, "auto", "kl-clip", "graft", "unit", "quadratic"),
+    "rescale": (None, "auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"),
     "on_missing": ("warn", "raise", "ignore"),
 }
 
@@ -40,7 +40,7 @@ def is_matrix(layer: Layer) -> bool:
 def no_matrix(layer: Layer) -> str | None:
     """Refuse layers that do not multiply by a matrix."""
     if not is_matrix(layer):
-        return "rescale='unit' is for matrices, and this is none"
+        return "unit and orthogonal steps are for matrices, and this is none"
     return None
 
 
@@ -72,7 +72,7 @@ class Options:
 
     def refusal(self, layer: Layer) -> str | None:
         """Say why these options leave a layer to the base optimizer, or nothing."""
-        if self.rescale == "unit":
+        if self.rescale in ("unit", "orthogonal"):
             return no_matrix(layer)
         if self.fisher == "forward" and layer.unit_wise:
             return "fisher='forward' observes no gradients, and its inputs alone show nothing"

@@ -56,10 +56,11 @@ class KFAC(Preconditioned):
         momentum: heavy ball taken before preconditioning; the base then usually has none.
         nesterov: look ahead with it.
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
-            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"quadratic"``
-            (learning rate and momentum from a quadratic model, over SGD with ``lr=1``; needs
-            ``step(closure)`` and :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"``
-            for norms and embeddings; it is ``None`` with a damping that adapts itself.
+            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"orthogonal"``
+            (as Muon's: the nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and
+            momentum from a quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and
+            :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"`` for norms and
+            embeddings; it is ``None`` with a damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
@@ -172,9 +173,9 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into those that K-FAC preconditions and the rest, for the base optimizer.
 
-    With ``rescale="unit"`` a preconditioned step has a length of its own and wants its own learning
-    rate; norms and embeddings, which are no matrices, are among the rest. Further keywords are options
-    of the other group, for example ``momentum=0.9``.
+    With ``rescale="unit"`` or ``"orthogonal"`` a preconditioned step has a length of its own and wants
+    its own learning rate; norms and embeddings, which are no matrices, are among the rest. Further
+    keywords are options of the other group, for example ``momentum=0.9``.
     """
     selection = Selection(model, as_patterns(include), as_patterns(exclude), no_matrix)
     found = [p for layer in selection.layers for p in (layer.weight, layer.bias) if p is not None]

@@ -33,7 +33,14 @@ from kronfac.observe import Observer
 from kronfac.phases import Phases
 from kronfac.quadratic import QuadraticModel
 from kronfac.refusals import check_curvature, check_lever, check_plain_steps, check_stagger
-from kronfac.rescale import Update, graft_factors, kl_clip_factor, kl_clip_sum, unit_factor
+from kronfac.rescale import (
+    Update,
+    graft_factors,
+    kl_clip_factor,
+    kl_clip_sum,
+    orthogonal_steps,
+    unit_factor,
+)
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
 from kronfac.stale import AdaptiveInterval, compare
@@ -422,10 +429,13 @@ class Preconditioner:
     def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
         rule, steps = self.options.rescale, [update for _, update in updates]
+        if rule == "orthogonal":
+            steps = orthogonal_steps(steps)
+            updates = [(state, step) for (state, _), step in zip(updates, steps, strict=True)]
         factors: Sequence[float | Tensor] = [1.0] * len(steps)
         if rule == "graft":
             factors = graft_factors(steps)
-        elif rule == "unit":
+        elif rule in ("unit", "orthogonal"):
             factors = [unit_factor(step) for step in steps]
         elif rule == "auto":
             factors = self._matrices_unit(updates)

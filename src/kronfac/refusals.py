@@ -79,7 +79,7 @@ def check_base(base: object) -> None:
 def check_lever(damping: object, rescale: str | None) -> None:
     """Raise if the damping adapts itself but a rule fixes the length that it should change."""
     adaptive = isinstance(damping, AdaptiveDamping | LevenbergMarquardt)
-    if adaptive and rescale in ("auto", "graft", "unit"):
+    if adaptive and rescale in ("auto", "graft", "unit", "orthogonal"):
         raise ValueError(
             f"rescale={rescale!r} fixes the length of a step, so that damping=LevenbergMarquardt(...) "
             "could not change it; build the optimizer with rescale=None, 'kl-clip' or 'quadratic'."

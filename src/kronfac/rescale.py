@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kronfac.batching import MAX_ELEMENTS
+from kronfac.linalg.orthogonal import nearest_orthogonal
 
 
 @dataclass
@@ -55,6 +58,20 @@ def unit_factor(update: Update) -> Tensor:
     target = math.sqrt(min(rows, columns) * max(1.0, rows / columns))
     norm = update.after.flatten(-2).norm(dim=-1)[..., None, None]
     return _ratio(torch.full_like(norm, target), norm)
+
+
+def orthogonal_steps(updates: Sequence[Update]) -> list[Update]:
+    """The nearest orthogonal matrix in place of each step; small ones of equal shape together."""
+    found: dict[int, Tensor] = {}
+    alike: dict[Hashable, list[int]] = {}
+    for index, update in enumerate(updates):
+        after = update.after
+        alone = index if after.numel() > MAX_ELEMENTS else None
+        alike.setdefault((after.shape, after.dtype, after.device, alone), []).append(index)
+    for indices in alike.values():
+        steps = torch.stack([updates[index].known(updates[index].after) for index in indices])
+        found |= dict(zip(indices, nearest_orthogonal(steps).unbind(), strict=True))
+    return [replace(update, after=found[index]) for index, update in enumerate(updates)]
 
 
 def kl_clip_sum(updates: Sequence[Update]) -> Tensor:

@@ -25,6 +25,7 @@ CASES = [
     case("cnn", rescale="kl-clip", kl_clip=1e-5, base="adamw", steps=5),
     case("cnn", rescale="unit", steps=5),
     case("cnn", rescale="auto", steps=5),
+    case("mlp", rescale="orthogonal", momentum=0.9, steps=5),
     case("mlp", base="adamw", steps=5),
     case("transformer", steps=5),
     case("transformer", base="adamw", solver="cholesky", sharing="reduce", steps=5),

@@ -126,7 +126,8 @@ def _kfac_groups(
 
     K-FAC's momentum does not reach the others, so that they get the same from the base optimizer.
     """
-    apart = "other_lr" in base or own.get("rescale") == "unit" or base.get("other") == "adamw"
+    own_length = own.get("rescale") in ("unit", "orthogonal")
+    apart = "other_lr" in base or own_length or base.get("other") == "adamw"
     if not apart:
         return [{"params": list(model.parameters()), "lr": base["lr"]}]
     other: dict[str, Any] = {}
