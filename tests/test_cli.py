@@ -274,6 +274,44 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     assert [e["resumed"] for e in kfac if e["event"] == "start"] == [None]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.steps=15", "small-sgd-s0 belongs to a run of 12 steps, and this one has 15"),
+        ("train.epochs=2", "belongs to a run of 12 steps, and this one has 8"),
+        ("optimizers.sgd.lr=0.001", "its optimizer.lr is 0.1, and here it is 0.001"),
+        ("optimizers.sgd.dampening=0.1", "its optimizer.dampening is not set, and here it is 0.1"),
+        ("train.clip=1.0", "its train.clip is 0.0, and here it is 1.0"),
+        ("train.target=0.5", "its train.target is not set, and here it is 0.5"),
+    ],
+)
+@pytest.mark.parametrize("optimizers", ["sgd,adamw", "adamw"])
+def test_runs_of_other_settings_are_not_mixed(
+    change: str, words: str, optimizers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even if the finished run is not asked for: it stays in the report."""
+    folder = "runs/small-compare"
+    assert main(["compare", "small.toml", "--optimizers", "sgd", "--no-report", "--quiet"]) == 0
+    capsys.readouterr()
+    flags = ["--resume", folder, "--seeds", "2", "--optimizers", optimizers, "--set", change]
+    assert words in complaint(capsys, "compare", *flags)
+    small.write(Path("other.toml"))
+    said = complaint(capsys, "compare", "other.toml", "--resume", folder)
+    assert "small-sgd-s0 is of recipe 'small', and here it is 'other'" in said
+
+
+def test_a_comparison_can_be_given_more_optimizers_and_seeds() -> None:
+    flags = ["--no-report", "--quiet"]
+    assert main(["compare", "small.toml", "--optimizers", "sgd", *flags]) == 0
+    sgd = Path("runs/small-compare/small-sgd-s0/events.jsonl")
+    before = sgd.read_text()
+    more = ["--optimizers", "sgd,adamw", "--seeds", "2", "--set", "optimizers.adamw.lr=0.02"]
+    assert main(["compare", "--resume", "runs/small-compare", *more, *flags]) == 0
+    assert sgd.read_text() == before
+    names = {f"small-{name}-s{seed}" for name in ("sgd", "adamw") for seed in (0, 1)}
+    assert set(os.listdir("runs/small-compare")) == names
+
+
 def test_the_table_counts_each_run_once_by_its_last_end(tmp_path: Path) -> None:
     for name, ends in (("kfac", (0.1, 0.9)), ("my-kfac", (0.5,))):
         folder = tmp_path / f"small-{name}-s0"

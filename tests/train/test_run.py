@@ -335,8 +335,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Pat
         ({"model__width": 8}, "its model.width is 4, and here it is 8"),
         ({"train__batch": 16}, "its train.batch is 32, and here it is 16"),
         ({"optimizers__kfac__lr": 1.0}, "its optimizer.lr is 0.05, and here it is 1.0"),
-        ({"train__seed": 3}, "its train.seed is None, and here it is 3"),
+        ({"train__seed": 3}, "its train.seed is 0, and here it is 3"),
+        ({"train__clip": 1.0}, "its train.clip is 0.0, and here it is 1.0"),
+        ({"data__holdout": 9}, "its data.holdout is not set, and here it is 9"),
         ({"train__steps": 20}, "belongs to a run of 12 steps, and this one has 20"),
+        ({"train__epochs": 2.0}, "belongs to a run of 12 steps, and this one has 8"),
     ],
 )
 def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -345,6 +348,19 @@ def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], wor
     with pytest.raises(UserError, match=words):
         train(small.recipe(**changes), resume=tmp_path / "run")
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_length_may_be_told_in_another_way(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run", listeners=[at_step(6, interrupt())])
+    assert train(small.recipe(train__epochs=3.0), resume=tmp_path / "run").step == 12
+
+
+def test_a_run_that_never_began_keeps_its_length(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    for name in ("checkpoint.pt", "events.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(UserError, match=r"its train\.steps is 12, and here it is 20"):
+        train(small.recipe(train__steps=20), resume=tmp_path / "run")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from glob import escape
 from pathlib import Path
 
 from kronfac.train import launch
+from kronfac.train.belonging import FREE, TARGETS, check_folder
 from kronfac.train.errors import UserError
 from kronfac.train.events import Event, Listener, read
 from kronfac.train.folder import RunFolder, free_path, run_name
@@ -36,32 +36,32 @@ def run(
     ranks = current()
     folder: Path = ranks.on_first(lambda: _folder(recipe, options))
     first = recipe.train.seed
-    for seed in range(first, first + options.seeds):
-        for name in names:
-            place = folder / run_name(recipe.name, name, seed)
-            known = ranks.on_first(partial(_known, place))
-            if known == "finished":
-                continue
-            result = train(
-                recipe,
-                name,
-                seed,
-                None if known else place,
-                resume=place if known else None,
-                data_dir=options.data_dir,
-                device=options.device,
-                stop_at_target=options.stop_at_target,
-                listeners=listeners,
-                log=log,
-                origin=origin,
-            )
-            if result.status == "failed" and ranks.first:
-                print(f"kronfac: {result.message}", file=sys.stderr)
-            if result.status == "stopped":
-                if ranks.first:
-                    more = f" --nproc {options.nproc}" if options.nproc > 1 else ""
-                    print(f"continue with: kronfac compare --resume {folder}{more}")
-                return 128 + result.signal
+    turns = [(name, seed) for seed in range(first, first + options.seeds) for name in names]
+    places = [folder / run_name(recipe.name, name, seed) for name, seed in turns]
+    states: list[str] = ranks.on_first(lambda: _states(recipe, folder, places))
+    for (name, seed), place, known in zip(turns, places, states, strict=True):
+        if known == "finished":
+            continue
+        result = train(
+            recipe,
+            name,
+            seed,
+            None if known else place,
+            resume=place if known else None,
+            data_dir=options.data_dir,
+            device=options.device,
+            stop_at_target=options.stop_at_target,
+            listeners=listeners,
+            log=log,
+            origin=origin,
+        )
+        if result.status == "failed" and ranks.first:
+            print(f"kronfac: {result.message}", file=sys.stderr)
+        if result.status == "stopped":
+            if ranks.first:
+                more = f" --nproc {options.nproc}" if options.nproc > 1 else ""
+                print(f"continue with: kronfac compare --resume {folder}{more}")
+            return 128 + result.signal
     if ranks.first:
         _tell(folder, recipe.name, names, report=not options.no_report)
     return launch.DONE
@@ -71,6 +71,34 @@ def _folder(recipe: Recipe, options: Namespace) -> Path:
     if options.resume is not None:
         return Path(options.resume)
     return Path(options.out or free_path(options.runs, f"{recipe.name}-compare"))
+
+
+def _states(recipe: Recipe, folder: Path, places: Sequence[Path]) -> list[str]:
+    """What is known of each run, once all that the folder holds of this comparison belongs to it."""
+    known = [_known(place) for place in places]
+    begun = [place for place, state in zip(places, known, strict=True) if state]
+    for place in dict.fromkeys([*begun, *_compared(folder)]):
+        _check(RunFolder(place), recipe)
+    return known
+
+
+def _compared(folder: Path) -> list[Path]:
+    """Runs of a comparison in a folder, also those that are not asked for now: the report shows them."""
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
+    return [path for path in found if RunFolder(path).read_config().get("comparison")]
+
+
+def _check(run: RunFolder, recipe: Recipe) -> None:
+    """Raise unless a run that is there is one of this recipe; a finished one keeps its target."""
+    config = run.read_config()
+    if config["recipe"] != recipe.name:
+        raise UserError(
+            f"{run.path} is of recipe {config['recipe']!r}, and here it is {recipe.name!r}; choose "
+            "another folder with --out."
+        )
+    job = recipe.job(config["optimizer"], config["seed"])
+    free = set(FREE) - set(TARGETS) if run.is_finished else set(FREE)
+    check_folder(run, job, free)
 
 
 def _known(place: Path) -> str:

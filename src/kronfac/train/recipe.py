@@ -119,6 +119,10 @@ class TrainPart:
         if self.target is not None and self.target_loss is not None:
             raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """How long it is, whichever of the two says it."""
+        return self.steps or max(1, round((self.epochs or 0.0) * steps_per_epoch))
+
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not least <= value < math.inf:

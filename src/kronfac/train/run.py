@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kronfac.optimizer import Preconditioned
-from kronfac.train import checkpointing, environment, loggers
+from kronfac.train import belonging, checkpointing, environment, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder, as_json
@@ -256,12 +256,11 @@ def _folder(out: Path | str | None, resume: Path | str | None) -> RunFolder | No
 
 def _saved(folder: RunFolder, job: Job) -> dict[str, Any]:
     """The checkpoint of a folder; nothing if the run ended before its first one."""
-    config = folder.read_config()
-    checkpointing.check_job(config["settings"], job, folder.path)
+    belonging.check_folder(folder, job)
     if not folder.checkpoint.is_file():
         return {}
     content = checkpointing.load(folder.checkpoint)
-    checkpointing.check_job(content["job"], job, folder.checkpoint)
+    belonging.check_job(content["job"], job, folder.checkpoint)
     return content
 
 

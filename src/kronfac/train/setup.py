@@ -76,7 +76,7 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
     model = _wrapped(plain, job, ranks, device)
     count = int(batches.steps_per_epoch)
     optimizer = optimizers.build(job.optimizer, model, steps_per_epoch=count, kind=source.kind)
-    steps = train.steps or max(1, round((train.epochs or 0.0) * count))
+    steps = train.num_steps(count)
     rate = _shape(job.schedule, steps / count)
     return Setup(job, ranks, device, source, batches, plain, model, optimizer, rate, steps)
 
