@@ -255,6 +255,68 @@ def test_compare_runs_everything_and_writes_a_report(capsys: pytest.CaptureFixtu
     assert lines[-1] == "runs/small-compare/report.html"
 
 
+def test_compare_leaves_out_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    small.write(Path("soap.toml"), optimizers__soap__lr=0.01, train__steps=4)
+    assert main(["compare", "soap.toml", "--no-report", "--quiet"]) == 0
+    note, _, *table = capsys.readouterr().out.splitlines()
+    package = "pytorch_optimizer"
+    assert note == f"soap is left out: it needs the package {package} (pip install {package})"
+    assert [line.split()[0] for line in table[:-1]] == ["sgd", "adamw", "muon", "kfac"]
+    arguments = ["compare", "soap.toml", "--optimizers", "sgd,soap", "--out", "named"]
+    assert "optimizer 'soap' needs the package" in complaint(capsys, *arguments)
+
+
+def test_an_optimizer_that_is_alone_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    small.write(Path("soap.toml"), optimizer="soap", optimizers={"soap": {"lr": 0.01}})
+    assert "optimizer 'soap' needs the package" in complaint(capsys, "compare", "soap.toml")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optimizers.kfac.damping=-1", "damping=-1 must be a positive"),
+        ("optimizers.kfac.schedule.shape=cosin", "schedule shape='cosin' is unknown"),
+        ("optimizers.kfac.schedule.warmup=9", "schedule.warmup = 9 epochs is not shorter"),
+        ("optimizers.kfac.train.batch=1000", "128 training samples"),
+        ("optimizers.kfac.train.micro_batches=3", "choose a multiple of 3"),
+    ],
+)
+def test_compare_finds_mistakes_before_the_first_run(
+    change: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "small.toml", "--optimizers", "sgd,kfac", "--set", change]
+    assert words in complaint(capsys, *arguments)
+
+
+def test_runs_of_a_comparison_are_the_same_as_alone() -> None:
+    assert (
+        main(["compare", "small.toml", "--optimizers", "sgd,kfac", "--no-report", "--quiet"]) == 0
+    )
+    for name in ("sgd", "kfac"):
+        assert main(["train", "small.toml", "--optimizer", name, "--out", name, "--quiet"]) == 0
+        compared = small.weights(Path(f"runs/small-compare/small-{name}-s0"))
+        assert small.same(compared, small.weights(Path(name)))
+
+
+def test_a_finished_comparison_needs_no_data() -> None:
+    Path("text").write_bytes(bytes(range(64)) * 100)
+    changes = {
+        "model": {"name": "gpt", "dim": 8, "depth": 1, "heads": 2},
+        "data": {"name": "text", "path": "text", "length": 16},
+    }
+    small.write(Path("gpt.toml"), **changes, schedule__warmup=0.0)
+    flags = ["--no-report", "--quiet"]
+    assert main(["compare", "gpt.toml", "--optimizers", "sgd", *flags]) == 0
+    Path("text").unlink()
+    assert main(["compare", "--resume", "runs/gpt-compare", *flags]) == 0
+
+
 def test_an_interrupted_comparison_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

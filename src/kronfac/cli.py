@@ -114,7 +114,9 @@ def _compare(subparsers: Commands) -> None:
     parser = subparsers.add_parser("compare", help="run a recipe with several optimizers and seeds")
     _common(parser)
     parser.add_argument(
-        "--optimizers", metavar="A,B,...", help="tables of the recipe; all of them by default"
+        "--optimizers",
+        metavar="A,B,...",
+        help="tables of the recipe; by default all whose packages are installed",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="how many (default: 1)")
     parser.add_argument(

@@ -21,6 +21,7 @@ from kronfac.train import (
 from kronfac.train.errors import UserError
 from kronfac.train.events import Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
+from kronfac.train.optimizers import missing_package
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.result import Result
@@ -64,7 +65,9 @@ def compare(options: Namespace) -> int:
         raise UserError("--out starts new runs and --resume goes on with some; give one of them.")
     changes = [*resuming.complete_comparison(options), *_changes(options)]
     recipe = recipe_files.load(options.recipe, changes)
-    names = list(recipe.optimizers) if options.optimizers is None else _names(options.optimizers)
+    left_out = [] if options.optimizers is not None else _unusable(recipe)
+    names = [name for name in recipe.optimizers if name not in left_out]
+    names = names if options.optimizers is None else _names(options.optimizers)
     if not names:
         raise UserError(f"--optimizers {options.optimizers!r} names none; leave it out for all.")
     for name in names:
@@ -76,6 +79,8 @@ def compare(options: Namespace) -> int:
     if (code := _on_ranks(options)) is not None:
         return code
     with group.joined():
+        if left_out and current().first:
+            print("\n".join(_left_out(recipe, name) for name in left_out))
         return comparison.run(
             recipe,
             names,
@@ -138,6 +143,17 @@ def _changes(options: Namespace) -> list[str]:
         name = options.optimizer or recipe_files.load(options.recipe, changes).optimizer
         changes.append(f"optimizers.{name}.lr={options.lr}")
     return changes
+
+
+def _unusable(recipe: Recipe) -> list[str]:
+    """Optimizers whose packages are not installed, unless that leaves none."""
+    found = [name for name, one in recipe.optimizers.items() if missing_package(one.kind)]
+    return found if len(found) < len(recipe.optimizers) else []
+
+
+def _left_out(recipe: Recipe, name: str) -> str:
+    package = missing_package(recipe.optimizers[name].kind)
+    return f"{name} is left out: it needs the package {package} (pip install {package})"
 
 
 def _names(text: str) -> list[str]:

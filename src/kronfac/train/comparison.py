@@ -17,7 +17,10 @@ from kronfac.train.events import Event, Listener, read
 from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
-from kronfac.train.run import Origin, train
+from kronfac.train.rehearsal import rehearse
+from kronfac.train.run import Origin, choose_device, isolated, train
+
+_DONE = "finished"
 
 
 def run(
@@ -39,8 +42,14 @@ def run(
     turns = [(name, seed) for seed in range(first, first + options.seeds) for name in names]
     places = [folder / run_name(recipe.name, name, seed) for name, seed in turns]
     states: list[str] = ranks.on_first(lambda: _states(recipe, folder, places))
+    left = dict.fromkeys(
+        turn[0] for turn, known in zip(turns, states, strict=True) if known != _DONE
+    )
+    device = choose_device(options.device)
+    with isolated(device, deterministic=False):
+        rehearse([recipe.job(name) for name in left], ranks, device, options.data_dir)
     for (name, seed), place, known in zip(turns, places, states, strict=True):
-        if known == "finished":
+        if known == _DONE:
             continue
         result = train(
             recipe,
@@ -102,10 +111,10 @@ def _check(run: RunFolder, recipe: Recipe) -> None:
 
 
 def _known(place: Path) -> str:
-    """``"finished"``, ``"begun"`` or nothing."""
+    """Whether a run is finished or begun, or nothing."""
     if not place.exists():
         return ""
-    return "finished" if RunFolder(place).is_finished else "begun"
+    return _DONE if RunFolder(place).is_finished else "begun"
 
 
 def _tell(folder: Path, recipe: str, names: Sequence[str], report: bool) -> None:

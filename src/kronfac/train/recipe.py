@@ -316,7 +316,7 @@ def _optimizer(
     changes |= {key: table.pop(key) for key in SHORT if key in table}
     shapes = _table({"schedule": table.pop("schedule", {})}, "schedule", where)
     part = OptimizerPart(name, kind, table, changes, shapes)
-    # What is wrong in a table is told when the recipe is read, not when its turn comes.
+    # Keys and types that are wrong in a table are told when the recipe is read, not when its turn comes.
     fill(TrainPart, _merged(train, changes), f"{where}.train" if changes else "train")
     fill(SchedulePart, _merged(schedule, shapes), f"{where}.schedule" if shapes else "schedule")
     _check_options(part)
