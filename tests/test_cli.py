@@ -378,8 +378,13 @@ def test_the_table_counts_each_run_once_by_its_last_end(tmp_path: Path) -> None:
     for name, ends in (("kfac", (0.1, 0.9)), ("my-kfac", (0.5,))):
         folder = tmp_path / f"small-{name}-s0"
         folder.mkdir()
-        events = [{"event": "target", "step": 4, "seconds": 1.0} for _ in ends]
-        events += [{"event": "finish", "accuracy": end, "loss": 1.0} for end in ends]  # type: ignore[dict-item]
+        events: list[dict[str, Any]] = []
+        for resumed, end in zip((None, 4), ends, strict=False):
+            events += [
+                {"event": "start", "metric": "accuracy", "target": 0.05, "resumed": resumed},
+                {"event": "eval", "step": 4, "seconds": 1.0, "accuracy": 0.1},
+                {"event": "finish", "accuracy": end, "loss": 1.0},
+            ]
         (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     lines = comparison.table(tmp_path, "small", ["kfac", "my-kfac"])
     assert lines[1].split() == ["kfac", "1", "90.00%", "1/1", "4", "1.0"]
@@ -390,10 +395,29 @@ def test_a_target_that_most_runs_miss_has_no_median(tmp_path: Path) -> None:
     for seed in range(3):
         folder = tmp_path / f"small-sgd-s{seed}"
         folder.mkdir()
-        event = {"event": "target" if seed == 0 else "start", "step": 4, "seconds": 1.0}
-        (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+        events = [
+            {"event": "start", "metric": "accuracy", "target": 0.5},
+            {"event": "eval", "step": 4, "seconds": 1.0, "accuracy": 0.1 if seed else 0.6},
+        ]
+        (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     [_, line, _] = comparison.table(tmp_path, "small", ["sgd"])
     assert line.split() == ["sgd", "3", "-", "1/3", "-", "-"]
+
+
+def test_the_target_of_now_counts_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one that was aimed at, and reached, before the comparison was interrupted."""
+    arguments = ["compare", "--no-report", "--quiet"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        easy = ["--optimizers", "sgd", "--set", "train.target=0.01"]
+        assert main([*arguments, "small.toml", *easy]) == 130
+    capsys.readouterr()
+    hard = ["--resume", "runs/small-compare", "--set", "train.target=1.0"]
+    assert main([*arguments, *hard]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split()[3:] == ["0/1", "-", "-"]
 
 
 def test_seeds_that_are_added_later_are_of_the_same_group() -> None:

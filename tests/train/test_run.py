@@ -316,6 +316,20 @@ def test_events_go_on_where_they_were(tmp_path: Path) -> None:
     assert all(line.startswith("{") for line in (folder / "events.jsonl").read_text().splitlines())
 
 
+def test_the_target_of_now_is_looked_for_in_the_whole_curve(tmp_path: Path) -> None:
+    for name, target in (("easy", 0.01), ("hard", 1.0)):
+        recipe, stop = small.recipe(train__target=target), [at_step(6, interrupt())]
+        train(recipe, "sgd", out=tmp_path / name, listeners=stop)
+    easy, hard = small.recipe(train__target=0.01), small.recipe(train__target=1.0)
+    missed = train(hard, "sgd", resume=tmp_path / "easy", stop_at_target=True)
+    assert (missed.target, missed.step) == (None, 12)
+    events = Events()
+    found = train(easy, "sgd", resume=tmp_path / "hard", stop_at_target=True, listeners=[events])
+    assert found.target is not None
+    assert (found.target.step, found.step) == (4, 7)
+    assert [one["step"] for one in events.of("target")] == [4]
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run")
     before = small.weights(tmp_path / "run")

@@ -15,7 +15,7 @@ from kronfac.train.errors import UserError
 from kronfac.train.evaluation import Evaluation
 from kronfac.train.loop import Loop
 from kronfac.train.pair import Pair, kfac_of
-from kronfac.train.result import Reached
+from kronfac.train.target import first_reached
 
 FORMAT = 1
 
@@ -40,7 +40,6 @@ def collect(loop: Loop) -> dict[str, Any]:
         "optimizer": _optimizer_state(setup.optimizer),
         "mixup": _mixup_state(loop),
         "curve": [[e.step, e.seconds, e.loss, e.accuracy] for e in result.curve],
-        "target": None if result.target is None else [result.target.step, result.target.seconds],
         "phases": dict(result.phases),
         "layers": {name: dict(seconds) for name, seconds in loop.clock.layers.items()},
     }
@@ -93,7 +92,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.step = content["step"]
     loop.clock.seconds = content["seconds"]
     loop.result.curve = [Evaluation(*one) for one in content["curve"]]
-    loop.result.target = None if content["target"] is None else Reached(*content["target"])
+    loop.result.target = first_reached(setup.job.train, loop.result.curve)
     loop.result.phases = dict(content["phases"])
     loop.clock.layers = content["layers"]
 

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from glob import escape
 from pathlib import Path
 
+from kronfac import report as pictures
+from kronfac.report.read import read_run
+from kronfac.report.summary import reached
 from kronfac.train import launch
 from kronfac.train.belonging import FREE, TARGETS, check_folder
 from kronfac.train.errors import UserError
-from kronfac.train.events import Event, Listener, read
+from kronfac.train.events import Event, Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
@@ -119,40 +122,29 @@ def _known(place: Path) -> str:
 
 def _tell(folder: Path, recipe: str, names: Sequence[str], report: bool) -> None:
     print("\n".join(table(folder, recipe, names)))
-    if not report:
-        return
-    try:
-        from kronfac import report as pictures
-    except ImportError as error:
-        raise UserError(f"the report cannot be written: {error}.") from error
-    print(pictures.write([folder], folder))
+    if report:
+        print(pictures.write([folder], folder))
 
 
 def table(folder: Path, recipe: str, names: Sequence[str]) -> list[str]:
-    """One line for each optimizer: medians over seeds."""
+    """One line for each optimizer: medians over seeds, by the rules of the report."""
     width = max(12, *(len(name) + 2 for name in names))
     lines = [
         f"{'optimizer':<{width}}{'runs':>5}{'final':>10}{'reached':>9}{'steps':>8}{'seconds':>10}"
     ]
     for name in names:
         paths = sorted(folder.glob(f"{escape(f'{recipe}-{name}-s')}[0-9]*/events.jsonl"))
-        runs = [read(path) for path in paths]
-        ends, hits = _last(runs, "finish"), _last(runs, "target")
-        misses = [math.inf] * (len(runs) - len(hits))  # as in the report: one of three is a miss
-        steps = _median([*(hit["step"] for hit in hits), *misses])
-        seconds = _median([*(hit["seconds"] for hit in hits), *misses])
+        runs = [run for path in paths if (run := read_run(path.parent)) is not None]
+        ends = [run.finish for run in runs if run.finish is not None]
+        marks = [reached(run) for run in runs]  # infinite for a miss
+        hits = sum(math.isfinite(mark.step) for mark in marks)
+        steps, seconds = _median([m.step for m in marks]), _median([m.seconds for m in marks])
         lines.append(
-            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
+            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{hits}/{len(runs)}':>9}"
             f"{'-' if steps is None else f'{steps:.0f}':>8}"
             f"{'-' if seconds is None else f'{seconds:.1f}':>10}"
         )
     return [*lines, "(median over seeds; steps and seconds of training to the target)"]
-
-
-def _last(runs: Sequence[Sequence[Event]], kind: str) -> list[Event]:
-    """The last event of a kind of each run: one that was interrupted has several."""
-    found = [[one for one in events if one["event"] == kind] for events in runs]
-    return [events[-1] for events in found if events]
 
 
 def _final(ends: Sequence[Event]) -> str:
