@@ -125,6 +125,17 @@ def test_the_last_run_is_found_by_what_the_command_line_changes(
     assert capsys.readouterr().out.endswith("runs/small-sgd-s3\n")
 
 
+def test_a_finished_run_is_told_and_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "small.toml", "--set", "train.target=0.01"]) == 0
+    done = capsys.readouterr().out.splitlines()[-2]
+    before = {path: path.read_bytes() for path in Path("runs/small-kfac-s0").iterdir()}
+    assert main(["train", "--resume", "runs/small-kfac-s0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [done.replace("done", "finished already"), "runs/small-kfac-s0"]
+    assert "target 1.00% reached at step 4" in lines[0]
+    assert {path: path.read_bytes() for path in Path("runs/small-kfac-s0").iterdir()} == before
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', "\udcff"])
 def test_a_damaged_config_is_one_sentence(content: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/small-kfac-s0")

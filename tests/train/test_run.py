@@ -1,5 +1,6 @@
 """A run in one process: its result, its folder, its events, and how it goes on."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -332,9 +333,38 @@ def test_the_target_of_now_is_looked_for_in_the_whole_curve(tmp_path: Path) -> N
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run")
-    before = small.weights(tmp_path / "run")
-    assert train(small.recipe(), resume=tmp_path / "run").step == 12
-    assert small.same(before, small.weights(tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    events = Events()
+    again = train(small.recipe(), resume=tmp_path / "run", listeners=[events])
+    assert (again.step, again.was_finished, again.status) == (12, True, "done")
+    assert events == []
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_the_result_of_a_finished_run_is_the_same_again(tmp_path: Path) -> None:
+    recipe = small.recipe(train__target=0.01)
+    first = train(recipe, out=tmp_path / "run")
+    again = train(recipe, resume=tmp_path / "run")
+    assert again.stats["steps"] == 12
+    assert dataclasses.replace(again, was_finished=False, stats={}, memory=0) == (
+        dataclasses.replace(first, stats={}, memory=0)
+    )
+
+
+def test_a_run_that_ended_at_its_target_goes_on_to_another(tmp_path: Path) -> None:
+    easy, hard = small.recipe(train__target=0.01), small.recipe(train__target=1.0)
+    assert train(easy, out=tmp_path / "run", stop_at_target=True).step == 4
+    assert train(easy, resume=tmp_path / "run", stop_at_target=True).was_finished
+    rest = train(hard, resume=tmp_path / "run", stop_at_target=True)
+    assert (rest.step, rest.was_finished) == (12, False)
+
+
+def test_a_run_whose_end_was_not_written_is_ended(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert not train(small.recipe(), resume=tmp_path / "run").was_finished
+    assert read(path)[-1]["status"] == "done"
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
@@ -379,7 +409,7 @@ def test_a_run_that_never_began_keeps_its_length(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """Even if somebody has copied it into the folder and made it look alike."""
-    train(small.recipe(), out=tmp_path / "run")
+    train(small.recipe(), out=tmp_path / "run", listeners=[at_step(6, interrupt())])
     path = tmp_path / "run" / "checkpoint.pt"
     content = torch.load(path, weights_only=True)
     content["model"] = {"other.weight": torch.zeros(3)}

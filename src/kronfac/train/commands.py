@@ -56,6 +56,8 @@ def train(options: Namespace) -> int:
             log=_names(options.log),
             origin=Origin(changes, options.recipe),
         )
+    if result.was_finished and not options.quiet and _is_first():
+        print(progress.finished(result, recipe.job(options.optimizer, options.seed).train))
     return _report_end(result)
 
 
@@ -182,8 +184,13 @@ def _new_folder(recipe: Recipe, options: Namespace) -> Path:
     return path
 
 
+def _is_first() -> bool:
+    """Whether this rank speaks, also after the group is left."""
+    return group.world_size() == 1 or int(os.environ["RANK"]) == 0
+
+
 def _report_end(result: Result) -> int:
-    if group.world_size() > 1 and int(os.environ["RANK"]) > 0:
+    if not _is_first():
         return _code(result)
     if result.status == "failed":
         print(f"kronfac: {result.message}", file=sys.stderr)

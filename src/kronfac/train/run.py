@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kronfac.optimizer import Preconditioned
-from kronfac.train import belonging, checkpointing, environment, loggers
+from kronfac.train import belonging, checkpointing, environment, finished, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder, as_json
@@ -73,13 +73,19 @@ def train(
         log: names of :data:`kronfac.train.loggers.LOGGERS`.
         origin: what ``config.json`` tells about the start.
 
-    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step.
+    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step. A run to
+    resume that has nothing left to do is left as it is.
     """
     job = recipe.job(optimizer, seed)
     folder = _folder(out, resume)
     loggers.check(log)
     ranks, where = current(), choose_device(device)
-    saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
+    saved = None
+    if folder and resume:
+        saved = ranks.on_first(lambda: _saved(folder, job))
+        done = ranks.on_first(lambda: finished.result_of(folder, saved, job, stop_at_target))
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     with isolated(where, job.train.deterministic):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
         run = _Run(setup, folder, stop_at_target, list(listeners))
