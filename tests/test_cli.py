@@ -31,6 +31,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+#: A config.json that is as it should be, apart from what is kept for a resume.
+KEPT = json.dumps(
+    {
+        **{"recipe": "small", "optimizer": "kfac", "seed": 0, "changes": []},
+        **{"settings": {"train": {}}, "resume": {"log": "tensorboard"}},
+    }
+)
+
+
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one sentence of a command that is refused; nothing else is printed or changed."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -116,6 +125,78 @@ def test_the_folder_is_enough_to_resume(
     assert "small with sgd, seed 3" in capsys.readouterr().out
 
 
+def stopped(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """A run that was interrupted after six steps."""
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        assert main(arguments) == 130
+
+
+def test_a_folder_is_resumed_from_anywhere_without_the_recipes_file(
+    monkeypatch: pytest.MonkeyPatch, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "sub").mkdir()
+    small.write(place / "sub" / "mine.toml", optimizers__sgd__lr=0.3)
+    monkeypatch.chdir("sub")
+    flags = ["--set", "train.clip=9.0", "--optimizer", "sgd"]
+    stopped(monkeypatch, "train", "mine.toml", *flags, "--out", "run")
+    compared = ["compare", "mine.toml", "--optimizers", "sgd,adamw", "--seeds", "2"]
+    stopped(monkeypatch, *compared, "--out", "runs")
+    monkeypatch.chdir(place)
+    (place / "sub" / "mine.toml").unlink()
+    capsys.readouterr()
+    assert main(["train", "--resume", "sub/run"]) == 0
+    assert "mine with sgd, seed 0" in capsys.readouterr().out
+    assert main(["compare", "--resume", "sub/runs", "--quiet", "--no-report"]) == 0
+    config = json.loads(Path("sub/runs/mine-adamw-s1/config.json").read_text())
+    assert (config["file"], config["recipe"]) == ("mine.toml", "mine")
+
+
+def test_flags_are_remembered_and_may_be_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("here").mkdir()
+    Path("here/text").write_bytes(bytes(range(64)) * 100)
+    small.write(
+        Path("gpt.toml"),
+        model={"name": "gpt", "dim": 8, "depth": 1, "heads": 2},
+        data={"name": "text", "path": "text", "length": 16},
+        schedule__warmup=0.0,
+        train__target_loss=0.01,
+    )
+    made: list[str] = []
+    monkeypatch.setattr("kronfac.train.loggers.check", lambda names: made.extend(names))
+    monkeypatch.setattr("kronfac.train.loggers.make", lambda *args: lambda event: None)
+    flags = ["--data-dir", "here", "--stop-at-target", "--log", "tensorboard", "--optimizer", "sgd"]
+    for folder in ("one", "two"):
+        stopped(monkeypatch, "train", "gpt.toml", *flags, "--out", folder)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    made.clear()
+    reached = ["--set", "train.target_loss=100.0", "--set", "train.evaluate_every=0.5"]
+    assert main(["train", "--resume", "../one", *reached]) == 0
+    assert made == ["tensorboard"]
+    assert read(Path("../one/events.jsonl"))[-1]["step"] < 12
+    made.clear()
+    assert main(["train", "--resume", "../two", *reached, "--no-stop-at-target", "--log", ""]) == 0
+    assert made == []
+    assert read(Path("../two/events.jsonl"))[-1]["step"] == 12
+
+
+def test_a_folder_without_the_recipes_content_is_resumed_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("one", "two"):
+        stopped(monkeypatch, "train", "small.toml", "--set", "train.clip=9.0", "--out", folder)
+        config = json.loads(Path(folder, "config.json").read_text())
+        del config["resume"]
+        Path(folder, "config.json").write_text(json.dumps(config))
+    assert main(["train", "--resume", "one", "--quiet"]) == 0
+    Path("small.toml").unlink()
+    capsys.readouterr()
+    assert "there is no recipe file 'small.toml'" in complaint(capsys, "train", "--resume", "two")
+
+
 def test_the_last_run_is_found_by_what_the_command_line_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -136,7 +217,7 @@ def test_a_finished_run_is_told_and_left_as_it_is(capsys: pytest.CaptureFixture[
     assert {path: path.read_bytes() for path in Path("runs/small-kfac-s0").iterdir()} == before
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', "\udcff"])
+@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', KEPT, "\udcff"])
 def test_a_damaged_config_is_one_sentence(content: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/small-kfac-s0")
     folder.mkdir(parents=True)

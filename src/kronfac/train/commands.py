@@ -33,28 +33,28 @@ def train(options: Namespace) -> int:
     """``kronfac train``."""
     if options.resume is not None and options.out is not None:
         raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
-    resume, known = resuming.complete(options)
-    changes = [*known, *_changes(options)]
-    recipe = recipe_files.load(options.recipe, changes)
+    known = resuming.complete(options)
+    changes = _changes(options)
+    recipe = known.recipe(options.recipe, changes)
     recipe.check_optimizer(options.optimizer or recipe.optimizer)
     if options.out is not None:
         RunFolder(options.out).check_new()
     if (code := _on_ranks(options)) is not None:
         return code
     with group.joined():
-        out = None if resume else options.out or _new_folder(recipe, options)
+        out = None if known.folder else options.out or _new_folder(recipe, options)
         result = run_recipe(
             recipe,
             options.optimizer,
             options.seed,
             out,
-            resume=resume,
+            resume=known.folder,
             data_dir=options.data_dir,
             device=options.device,
             stop_at_target=options.stop_at_target,
             listeners=_listeners(options),
             log=_names(options.log),
-            origin=Origin(changes, options.recipe),
+            origin=Origin([*known.changes, *changes], options.recipe or known.file),
         )
     if result.was_finished and not options.quiet and _is_first():
         print(progress.finished(result, recipe.job(options.optimizer, options.seed).train))
@@ -65,8 +65,9 @@ def compare(options: Namespace) -> int:
     """``kronfac compare``."""
     if options.resume is not None and options.out is not None:
         raise UserError("--out starts new runs and --resume goes on with some; give one of them.")
-    changes = [*resuming.complete_comparison(options), *_changes(options)]
-    recipe = recipe_files.load(options.recipe, changes)
+    known = resuming.complete_comparison(options)
+    changes = _changes(options)
+    recipe = known.recipe(options.recipe, changes)
     left_out = [] if options.optimizers is not None else _unusable(recipe)
     names = [name for name in recipe.optimizers if name not in left_out]
     names = names if options.optimizers is None else _names(options.optimizers)
@@ -87,7 +88,11 @@ def compare(options: Namespace) -> int:
             recipe,
             names,
             options,
-            Origin(changes, options.recipe, {"optimizers": names, "seeds": options.seeds}),
+            Origin(
+                [*known.changes, *changes],
+                options.recipe or known.file,
+                {"optimizers": names, "seeds": options.seeds},
+            ),
             listeners=_listeners(options),
             log=_names(options.log),
         )

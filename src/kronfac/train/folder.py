@@ -88,7 +88,17 @@ def _is_config(content: Any) -> bool:
         return False
     if not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
         return False
-    return isinstance(content["settings"].get("train"), dict)
+    return isinstance(content["settings"].get("train"), dict) and _is_kept(
+        content.get("resume", {})
+    )
+
+
+def _is_kept(content: Any) -> bool:
+    """Whether it is what a resume needs; nothing is enough, because there are folders without it."""
+    wanted = {"recipe": dict, "data_dir": str | None, "stop_at_target": bool, "log": list}
+    return isinstance(content, dict) and all(
+        key in wanted and isinstance(value, wanted[key]) for key, value in content.items()
+    )
 
 
 def run_name(recipe: str, optimizer: str, seed: int) -> str:

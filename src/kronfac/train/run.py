@@ -91,7 +91,9 @@ def train(
         run = _Run(setup, folder, stop_at_target, list(listeners))
         run.restore(saved)
         if folder is not None:
-            ranks.on_first(lambda: run.open(resume is None, log, origin or Origin()))
+            kept = _kept(recipe, data_dir, stop_at_target, log)
+            config = _config(job, origin or Origin(), kept)
+            ranks.on_first(lambda: run.open(resume is None, log, config))
         return run.go()
 
 
@@ -125,11 +127,10 @@ class _Run:
         if saved is not None:
             self.resumed = self.loop.step
 
-    def open(self, new: bool, log: Sequence[str], origin: Origin) -> None:
+    def open(self, new: bool, log: Sequence[str], config: dict[str, Any]) -> None:
         """Make the folder, or open it again; only on the first rank."""
         assert self.folder is not None
         setup, folder = self.setup, self.folder
-        config = _config(setup.job, origin)
         if new:
             folder.create(
                 {
@@ -270,7 +271,19 @@ def _saved(folder: RunFolder, job: Job) -> dict[str, Any]:
     return content
 
 
-def _config(job: Job, origin: Origin) -> dict[str, Any]:
+def _kept(
+    recipe: Recipe, data_dir: Path | str | None, stop_at_target: bool, log: Sequence[str]
+) -> dict[str, Any]:
+    """What a resume needs, wherever it is started and whatever has become of the recipe's file."""
+    return {
+        "recipe": recipe.to_dict(),
+        "data_dir": None if data_dir is None else str(Path(data_dir).expanduser().absolute()),
+        "stop_at_target": stop_at_target,
+        "log": list(log),
+    }
+
+
+def _config(job: Job, origin: Origin, kept: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "recipe": job.recipe,
         "optimizer": job.optimizer.name,
@@ -280,6 +293,7 @@ def _config(job: Job, origin: Origin) -> dict[str, Any]:
         "changes": list(origin.changes),
         "comparison": None if origin.comparison is None else dict(origin.comparison),
         "command": list(origin.command),
+        "resume": dict(kept),
     }
 
 
