@@ -409,6 +409,18 @@ def test_a_finished_comparison_needs_no_data() -> None:
     assert main(["compare", "--resume", "runs/gpt-compare", *flags]) == 0
 
 
+@pytest.mark.parametrize(("names", "code"), [("sgd", 1), ("sgd,adamw", 0)])
+def test_a_comparison_fails_if_all_its_runs_do(
+    names: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["optimizers.sgd.lr=1e20", "schedule.shape=constant", "schedule.warmup=0.0"]
+    flags = ["--no-report", "--quiet"]
+    arguments = ["compare", "small.toml", "--optimizers", names, *flags]
+    assert main([*arguments, *(word for one in changes for word in ("--set", one))]) == code
+    assert "kronfac: the loss was not finite at step" in capsys.readouterr().err
+    assert main(["compare", "--resume", "runs/small-compare", *flags]) == code
+
+
 def test_an_interrupted_comparison_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def run(
 ) -> int:
     """Run everything that is not done yet, then write the report; returns the exit code.
 
+    It is that of a failure only if all runs have failed: otherwise there is something to compare.
     Optimizers take turns within each seed, so that a change of the machine's speed meets all of them.
     """
     ranks = current()
@@ -76,7 +77,8 @@ def run(
             return 128 + result.signal
     if ranks.first:
         _tell(folder, recipe.name, names, report=not options.no_report)
-    return launch.DONE
+    done = ranks.on_first(lambda: any(RunFolder(place).status == "done" for place in places))
+    return launch.DONE if done else launch.FAILED
 
 
 def _folder(recipe: Recipe, options: Namespace) -> Path:
