@@ -31,6 +31,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+#: A config.json that is as it should be, apart from what is kept for a resume.
+KEPT = json.dumps(
+    {
+        **{"recipe": "small", "optimizer": "kfac", "seed": 0, "changes": []},
+        **{"settings": {"train": {}}, "resume": {"log": "tensorboard"}},
+    }
+)
+
+
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one sentence of a command that is refused; nothing else is printed or changed."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
@@ -116,6 +125,78 @@ def test_the_folder_is_enough_to_resume(
     assert "small with sgd, seed 3" in capsys.readouterr().out
 
 
+def stopped(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """A run that was interrupted after six steps."""
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        assert main(arguments) == 130
+
+
+def test_a_folder_is_resumed_from_anywhere_without_the_recipes_file(
+    monkeypatch: pytest.MonkeyPatch, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "sub").mkdir()
+    small.write(place / "sub" / "mine.toml", optimizers__sgd__lr=0.3)
+    monkeypatch.chdir("sub")
+    flags = ["--set", "train.clip=9.0", "--optimizer", "sgd"]
+    stopped(monkeypatch, "train", "mine.toml", *flags, "--out", "run")
+    compared = ["compare", "mine.toml", "--optimizers", "sgd,adamw", "--seeds", "2"]
+    stopped(monkeypatch, *compared, "--out", "runs")
+    monkeypatch.chdir(place)
+    (place / "sub" / "mine.toml").unlink()
+    capsys.readouterr()
+    assert main(["train", "--resume", "sub/run"]) == 0
+    assert "mine with sgd, seed 0" in capsys.readouterr().out
+    assert main(["compare", "--resume", "sub/runs", "--quiet", "--no-report"]) == 0
+    config = json.loads(Path("sub/runs/mine-adamw-s1/config.json").read_text())
+    assert (config["file"], config["recipe"]) == ("mine.toml", "mine")
+
+
+def test_flags_are_remembered_and_may_be_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("here").mkdir()
+    Path("here/text").write_bytes(bytes(range(64)) * 100)
+    small.write(
+        Path("gpt.toml"),
+        model={"name": "gpt", "dim": 8, "depth": 1, "heads": 2},
+        data={"name": "text", "path": "text", "length": 16},
+        schedule__warmup=0.0,
+        train__target_loss=0.01,
+    )
+    made: list[str] = []
+    monkeypatch.setattr("kronfac.train.loggers.check", lambda names: made.extend(names))
+    monkeypatch.setattr("kronfac.train.loggers.make", lambda *args: lambda event: None)
+    flags = ["--data-dir", "here", "--stop-at-target", "--log", "tensorboard", "--optimizer", "sgd"]
+    for folder in ("one", "two"):
+        stopped(monkeypatch, "train", "gpt.toml", *flags, "--out", folder)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    made.clear()
+    reached = ["--set", "train.target_loss=100.0", "--set", "train.evaluate_every=0.5"]
+    assert main(["train", "--resume", "../one", *reached]) == 0
+    assert made == ["tensorboard"]
+    assert read(Path("../one/events.jsonl"))[-1]["step"] < 12
+    made.clear()
+    assert main(["train", "--resume", "../two", *reached, "--no-stop-at-target", "--log", ""]) == 0
+    assert made == []
+    assert read(Path("../two/events.jsonl"))[-1]["step"] == 12
+
+
+def test_a_folder_without_the_recipes_content_is_resumed_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("one", "two"):
+        stopped(monkeypatch, "train", "small.toml", "--set", "train.clip=9.0", "--out", folder)
+        config = json.loads(Path(folder, "config.json").read_text())
+        del config["resume"]
+        Path(folder, "config.json").write_text(json.dumps(config))
+    assert main(["train", "--resume", "one", "--quiet"]) == 0
+    Path("small.toml").unlink()
+    capsys.readouterr()
+    assert "there is no recipe file 'small.toml'" in complaint(capsys, "train", "--resume", "two")
+
+
 def test_the_last_run_is_found_by_what_the_command_line_changes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -125,7 +206,18 @@ def test_the_last_run_is_found_by_what_the_command_line_changes(
     assert capsys.readouterr().out.endswith("runs/small-sgd-s3\n")
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', "\udcff"])
+def test_a_finished_run_is_told_and_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "small.toml", "--set", "train.target=0.01"]) == 0
+    done = capsys.readouterr().out.splitlines()[-2]
+    before = {path: path.read_bytes() for path in Path("runs/small-kfac-s0").iterdir()}
+    assert main(["train", "--resume", "runs/small-kfac-s0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [done.replace("done", "finished already"), "runs/small-kfac-s0"]
+    assert "target 1.00% reached at step 4" in lines[0]
+    assert {path: path.read_bytes() for path in Path("runs/small-kfac-s0").iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"settings": 3}', KEPT, "\udcff"])
 def test_a_damaged_config_is_one_sentence(content: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("runs/small-kfac-s0")
     folder.mkdir(parents=True)
@@ -255,6 +347,80 @@ def test_compare_runs_everything_and_writes_a_report(capsys: pytest.CaptureFixtu
     assert lines[-1] == "runs/small-compare/report.html"
 
 
+def test_compare_leaves_out_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    small.write(Path("soap.toml"), optimizers__soap__lr=0.01, train__steps=4)
+    assert main(["compare", "soap.toml", "--no-report", "--quiet"]) == 0
+    note, _, *table = capsys.readouterr().out.splitlines()
+    package = "pytorch_optimizer"
+    assert note == f"soap is left out: it needs the package {package} (pip install {package})"
+    assert [line.split()[0] for line in table[:-1]] == ["sgd", "adamw", "muon", "kfac"]
+    arguments = ["compare", "soap.toml", "--optimizers", "sgd,soap", "--out", "named"]
+    assert "optimizer 'soap' needs the package" in complaint(capsys, *arguments)
+
+
+def test_an_optimizer_that_is_alone_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    small.write(Path("soap.toml"), optimizer="soap", optimizers={"soap": {"lr": 0.01}})
+    assert "optimizer 'soap' needs the package" in complaint(capsys, "compare", "soap.toml")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optimizers.kfac.damping=-1", "damping=-1 must be a positive"),
+        ("optimizers.kfac.schedule.shape=cosin", "schedule shape='cosin' is unknown"),
+        ("optimizers.kfac.schedule.warmup=9", "schedule.warmup = 9 epochs is not shorter"),
+        ("optimizers.kfac.train.batch=1000", "128 training samples"),
+        ("optimizers.kfac.train.micro_batches=3", "choose a multiple of 3"),
+    ],
+)
+def test_compare_finds_mistakes_before_the_first_run(
+    change: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "small.toml", "--optimizers", "sgd,kfac", "--set", change]
+    assert words in complaint(capsys, *arguments)
+
+
+def test_runs_of_a_comparison_are_the_same_as_alone() -> None:
+    assert (
+        main(["compare", "small.toml", "--optimizers", "sgd,kfac", "--no-report", "--quiet"]) == 0
+    )
+    for name in ("sgd", "kfac"):
+        assert main(["train", "small.toml", "--optimizer", name, "--out", name, "--quiet"]) == 0
+        compared = small.weights(Path(f"runs/small-compare/small-{name}-s0"))
+        assert small.same(compared, small.weights(Path(name)))
+
+
+def test_a_finished_comparison_needs_no_data() -> None:
+    Path("text").write_bytes(bytes(range(64)) * 100)
+    changes = {
+        "model": {"name": "gpt", "dim": 8, "depth": 1, "heads": 2},
+        "data": {"name": "text", "path": "text", "length": 16},
+    }
+    small.write(Path("gpt.toml"), **changes, schedule__warmup=0.0)
+    flags = ["--no-report", "--quiet"]
+    assert main(["compare", "gpt.toml", "--optimizers", "sgd", *flags]) == 0
+    Path("text").unlink()
+    assert main(["compare", "--resume", "runs/gpt-compare", *flags]) == 0
+
+
+@pytest.mark.parametrize(("names", "code"), [("sgd", 1), ("sgd,adamw", 0)])
+def test_a_comparison_fails_if_all_its_runs_do(
+    names: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["optimizers.sgd.lr=1e20", "schedule.shape=constant", "schedule.warmup=0.0"]
+    flags = ["--no-report", "--quiet"]
+    arguments = ["compare", "small.toml", "--optimizers", names, *flags]
+    assert main([*arguments, *(word for one in changes for word in ("--set", one))]) == code
+    assert "kronfac: the loss was not finite at step" in capsys.readouterr().err
+    assert main(["compare", "--resume", "runs/small-compare", *flags]) == code
+
+
 def test_an_interrupted_comparison_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,12 +440,55 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
     assert [e["resumed"] for e in kfac if e["event"] == "start"] == [None]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.steps=15", "small-sgd-s0 belongs to a run of 12 steps, and this one has 15"),
+        ("train.epochs=2", "belongs to a run of 12 steps, and this one has 8"),
+        ("optimizers.sgd.lr=0.001", "its optimizer.lr is 0.1, and here it is 0.001"),
+        ("optimizers.sgd.dampening=0.1", "its optimizer.dampening is not set, and here it is 0.1"),
+        ("train.clip=1.0", "its train.clip is 0.0, and here it is 1.0"),
+        ("train.target=0.5", "its train.target is not set, and here it is 0.5"),
+    ],
+)
+@pytest.mark.parametrize("optimizers", ["sgd,adamw", "adamw"])
+def test_runs_of_other_settings_are_not_mixed(
+    change: str, words: str, optimizers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even if the finished run is not asked for: it stays in the report."""
+    folder = "runs/small-compare"
+    assert main(["compare", "small.toml", "--optimizers", "sgd", "--no-report", "--quiet"]) == 0
+    capsys.readouterr()
+    flags = ["--resume", folder, "--seeds", "2", "--optimizers", optimizers, "--set", change]
+    assert words in complaint(capsys, "compare", *flags)
+    small.write(Path("other.toml"))
+    said = complaint(capsys, "compare", "other.toml", "--resume", folder)
+    assert "small-sgd-s0 is of recipe 'small', and here it is 'other'" in said
+
+
+def test_a_comparison_can_be_given_more_optimizers_and_seeds() -> None:
+    flags = ["--no-report", "--quiet"]
+    assert main(["compare", "small.toml", "--optimizers", "sgd", *flags]) == 0
+    sgd = Path("runs/small-compare/small-sgd-s0/events.jsonl")
+    before = sgd.read_text()
+    more = ["--optimizers", "sgd,adamw", "--seeds", "2", "--set", "optimizers.adamw.lr=0.02"]
+    assert main(["compare", "--resume", "runs/small-compare", *more, *flags]) == 0
+    assert sgd.read_text() == before
+    names = {f"small-{name}-s{seed}" for name in ("sgd", "adamw") for seed in (0, 1)}
+    assert set(os.listdir("runs/small-compare")) == names
+
+
 def test_the_table_counts_each_run_once_by_its_last_end(tmp_path: Path) -> None:
     for name, ends in (("kfac", (0.1, 0.9)), ("my-kfac", (0.5,))):
         folder = tmp_path / f"small-{name}-s0"
         folder.mkdir()
-        events = [{"event": "target", "step": 4, "seconds": 1.0} for _ in ends]
-        events += [{"event": "finish", "accuracy": end, "loss": 1.0} for end in ends]  # type: ignore[dict-item]
+        events: list[dict[str, Any]] = []
+        for resumed, end in zip((None, 4), ends, strict=False):
+            events += [
+                {"event": "start", "metric": "accuracy", "target": 0.05, "resumed": resumed},
+                {"event": "eval", "step": 4, "seconds": 1.0, "accuracy": 0.1},
+                {"event": "finish", "accuracy": end, "loss": 1.0},
+            ]
         (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     lines = comparison.table(tmp_path, "small", ["kfac", "my-kfac"])
     assert lines[1].split() == ["kfac", "1", "90.00%", "1/1", "4", "1.0"]
@@ -290,10 +499,29 @@ def test_a_target_that_most_runs_miss_has_no_median(tmp_path: Path) -> None:
     for seed in range(3):
         folder = tmp_path / f"small-sgd-s{seed}"
         folder.mkdir()
-        event = {"event": "target" if seed == 0 else "start", "step": 4, "seconds": 1.0}
-        (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+        events = [
+            {"event": "start", "metric": "accuracy", "target": 0.5},
+            {"event": "eval", "step": 4, "seconds": 1.0, "accuracy": 0.1 if seed else 0.6},
+        ]
+        (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     [_, line, _] = comparison.table(tmp_path, "small", ["sgd"])
     assert line.split() == ["sgd", "3", "-", "1/3", "-", "-"]
+
+
+def test_the_target_of_now_counts_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one that was aimed at, and reached, before the comparison was interrupted."""
+    arguments = ["compare", "--no-report", "--quiet"]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5, signal.SIGINT)
+        easy = ["--optimizers", "sgd", "--set", "train.target=0.01"]
+        assert main([*arguments, "small.toml", *easy]) == 130
+    capsys.readouterr()
+    hard = ["--resume", "runs/small-compare", "--set", "train.target=1.0"]
+    assert main([*arguments, *hard]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split()[3:] == ["0/1", "-", "-"]
 
 
 def test_seeds_that_are_added_later_are_of_the_same_group() -> None:

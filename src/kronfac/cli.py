@@ -114,7 +114,9 @@ def _compare(subparsers: Commands) -> None:
     parser = subparsers.add_parser("compare", help="run a recipe with several optimizers and seeds")
     _common(parser)
     parser.add_argument(
-        "--optimizers", metavar="A,B,...", help="tables of the recipe; all of them by default"
+        "--optimizers",
+        metavar="A,B,...",
+        help="tables of the recipe; by default all whose packages are installed",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="how many (default: 1)")
     parser.add_argument(
@@ -147,8 +149,12 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run "
                         "folders go (default: runs)")  # fmt: skip
-    parser.add_argument("--stop-at-target", action="store_true", help="end at the recipe's target")
-    parser.add_argument("--log", default="", metavar="A,B", help="also log to tensorboard, wandb")
+    parser.add_argument(
+        "--stop-at-target",
+        action=argparse.BooleanOptionalAction,
+        help="end at the recipe's target, or do not",
+    )
+    parser.add_argument("--log", metavar="A,B", help="also log to tensorboard, wandb")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 

@@ -28,6 +28,13 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert run.summary.startswith("KFAC over SGD")
 
 
+def test_what_is_kept_for_a_resume_is_no_setting(tmp_path: Path) -> None:
+    folder = write_events(tmp_path / "run", start())
+    kept = {"recipe": {"train": {"steps": 3}}, "stop_at_target": True}
+    (folder / "config.json").write_text(json.dumps({"recipe": "digits", "resume": kept}))
+    assert read(folder).config == {"recipe": "digits"}
+
+
 def test_half_a_last_line_is_left_out(tmp_path: Path) -> None:
     folder = write_events(tmp_path / "run", start(), step(10))
     with (folder / "events.jsonl").open("a") as file:

@@ -1,7 +1,10 @@
 """What people see of a run."""
 
 import io
+import os
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from kronfac.train import progress
 from kronfac.train.run import train
 from tests.train import small
+from tests.train.small import at_step
 
 
 class Terminal(io.StringIO):
@@ -46,6 +50,15 @@ def test_other_optimizers_have_no_share_of_kfac() -> None:
 
 def test_a_missed_target_is_said() -> None:
     assert "target not reached" in shown(io.StringIO(), train__target=1.0)
+
+
+def test_a_target_that_was_reached_before_a_resume_is_said(tmp_path: Path) -> None:
+    recipe = small.recipe(train__target=0.01)
+    stop = at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT))
+    train(recipe, out=tmp_path / "run", listeners=[stop])
+    stream = io.StringIO()
+    train(recipe, resume=tmp_path / "run", listeners=[progress.make(stream)])
+    assert "target 1.00% reached at step 4, after" in stream.getvalue().splitlines()[-1]
 
 
 def test_a_target_that_is_a_loss_is_said() -> None:

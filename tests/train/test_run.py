@@ -1,5 +1,6 @@
 """A run in one process: its result, its folder, its events, and how it goes on."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -316,11 +317,54 @@ def test_events_go_on_where_they_were(tmp_path: Path) -> None:
     assert all(line.startswith("{") for line in (folder / "events.jsonl").read_text().splitlines())
 
 
+def test_the_target_of_now_is_looked_for_in_the_whole_curve(tmp_path: Path) -> None:
+    for name, target in (("easy", 0.01), ("hard", 1.0)):
+        recipe, stop = small.recipe(train__target=target), [at_step(6, interrupt())]
+        train(recipe, "sgd", out=tmp_path / name, listeners=stop)
+    easy, hard = small.recipe(train__target=0.01), small.recipe(train__target=1.0)
+    missed = train(hard, "sgd", resume=tmp_path / "easy", stop_at_target=True)
+    assert (missed.target, missed.step) == (None, 12)
+    events = Events()
+    found = train(easy, "sgd", resume=tmp_path / "hard", stop_at_target=True, listeners=[events])
+    assert found.target is not None
+    assert (found.target.step, found.step) == (4, 7)
+    assert [one["step"] for one in events.of("target")] == [4]
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run")
-    before = small.weights(tmp_path / "run")
-    assert train(small.recipe(), resume=tmp_path / "run").step == 12
-    assert small.same(before, small.weights(tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    events = Events()
+    again = train(small.recipe(), resume=tmp_path / "run", listeners=[events])
+    assert (again.step, again.was_finished, again.status) == (12, True, "done")
+    assert events == []
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_the_result_of_a_finished_run_is_the_same_again(tmp_path: Path) -> None:
+    recipe = small.recipe(train__target=0.01)
+    first = train(recipe, out=tmp_path / "run")
+    again = train(recipe, resume=tmp_path / "run")
+    assert again.stats["steps"] == 12
+    assert dataclasses.replace(again, was_finished=False, stats={}, memory=0) == (
+        dataclasses.replace(first, stats={}, memory=0)
+    )
+
+
+def test_a_run_that_ended_at_its_target_goes_on_to_another(tmp_path: Path) -> None:
+    easy, hard = small.recipe(train__target=0.01), small.recipe(train__target=1.0)
+    assert train(easy, out=tmp_path / "run", stop_at_target=True).step == 4
+    assert train(easy, resume=tmp_path / "run", stop_at_target=True).was_finished
+    rest = train(hard, resume=tmp_path / "run", stop_at_target=True)
+    assert (rest.step, rest.was_finished) == (12, False)
+
+
+def test_a_run_whose_end_was_not_written_is_ended(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert not train(small.recipe(), resume=tmp_path / "run").was_finished
+    assert read(path)[-1]["status"] == "done"
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
@@ -335,8 +379,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(tmp_path: Pat
         ({"model__width": 8}, "its model.width is 4, and here it is 8"),
         ({"train__batch": 16}, "its train.batch is 32, and here it is 16"),
         ({"optimizers__kfac__lr": 1.0}, "its optimizer.lr is 0.05, and here it is 1.0"),
-        ({"train__seed": 3}, "its train.seed is None, and here it is 3"),
+        ({"train__seed": 3}, "its train.seed is 0, and here it is 3"),
+        ({"train__clip": 1.0}, "its train.clip is 0.0, and here it is 1.0"),
+        ({"data__holdout": 9}, "its data.holdout is not set, and here it is 9"),
         ({"train__steps": 20}, "belongs to a run of 12 steps, and this one has 20"),
+        ({"train__epochs": 2.0}, "belongs to a run of 12 steps, and this one has 8"),
     ],
 )
 def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -347,9 +394,22 @@ def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], wor
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
 
+def test_a_length_may_be_told_in_another_way(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run", listeners=[at_step(6, interrupt())])
+    assert train(small.recipe(train__epochs=3.0), resume=tmp_path / "run").step == 12
+
+
+def test_a_run_that_never_began_keeps_its_length(tmp_path: Path) -> None:
+    train(small.recipe(), out=tmp_path / "run")
+    for name in ("checkpoint.pt", "events.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(UserError, match=r"its train\.steps is 12, and here it is 20"):
+        train(small.recipe(train__steps=20), resume=tmp_path / "run")
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """Even if somebody has copied it into the folder and made it look alike."""
-    train(small.recipe(), out=tmp_path / "run")
+    train(small.recipe(), out=tmp_path / "run", listeners=[at_step(6, interrupt())])
     path = tmp_path / "run" / "checkpoint.pt"
     content = torch.load(path, weights_only=True)
     content["model"] = {"other.weight": torch.zeros(3)}

@@ -142,6 +142,7 @@ def read_run(folder: Path) -> Run | None:
         _take(run, record)
     run.steps, run.evals = _in_order(run.steps), _in_order(run.evals)
     run.config = _json(folder / "config.json")
+    run.config.pop("resume", None)  # what the rest of it says, once more, and flags
     run.environment = _json(folder / "environment.json")
     run.summary = _text(folder / "summary.txt").strip()
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,14 @@ from torch import Tensor
 
 from kronfac.optimizer import Preconditioned
 from kronfac.train import disk
+from kronfac.train.belonging import check_steps
 from kronfac.train.errors import UserError
 from kronfac.train.evaluation import Evaluation
 from kronfac.train.loop import Loop
 from kronfac.train.pair import Pair, kfac_of
-from kronfac.train.recipe import Job
-from kronfac.train.result import Reached
+from kronfac.train.target import first_reached
 
 FORMAT = 1
-#: Keys of [train] that do not change the numbers, so that a resumed run may have others.
-_FREE = (
-    "target",
-    "target_loss",
-    "log_every",
-    "evaluate_every",
-    "evaluate_batch",
-    "checkpoint_every",
-    "steps",
-    "epochs",
-)
 
 
 def save(path: Path, loop: Loop) -> None:
@@ -52,7 +40,6 @@ def collect(loop: Loop) -> dict[str, Any]:
         "optimizer": _optimizer_state(setup.optimizer),
         "mixup": _mixup_state(loop),
         "curve": [[e.step, e.seconds, e.loss, e.accuracy] for e in result.curve],
-        "target": None if result.target is None else [result.target.step, result.target.seconds],
         "phases": dict(result.phases),
         "layers": {name: dict(seconds) for name, seconds in loop.clock.layers.items()},
     }
@@ -89,38 +76,10 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_job(settings: dict[str, Any], job: Job, path: Path) -> None:
-    """Raise unless what is in ``path``, of these settings, belongs to this job."""
-    saved, here = _plain(settings), _plain(job.to_dict())
-    for part in here:
-        if saved.get(part) != here[part]:
-            detail = _difference(part, saved.get(part), here[part])
-            raise UserError(f"{path} belongs to another run: {detail}.")
-
-
-def _difference(part: str, saved: Any, here: Any) -> str:
-    if not isinstance(here, dict) or not isinstance(saved, dict):
-        return f"its {part} is {saved!r}, and here it is {here!r}"
-    keys = sorted(key for key in {**saved, **here} if saved.get(key) != here.get(key))
-    key = "name" if "name" in keys else keys[0]
-    return f"its {part}.{key} is {saved.get(key)!r}, and here it is {here.get(key)!r}"
-
-
-def _plain(job: dict[str, Any]) -> dict[str, Any]:
-    """As JSON would have it, without what may change."""
-    copy: dict[str, Any] = json.loads(json.dumps(job))
-    copy["train"] = {key: value for key, value in copy["train"].items() if key not in _FREE}
-    return copy
-
-
 def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     """Continue from what :func:`collect` returned; all ranks call it together."""
     setup = loop.setup
-    if content["steps"] != setup.steps:
-        raise UserError(
-            f"{path} belongs to a run of {content['steps']} steps, and this one has {setup.steps}; "
-            "its schedule would be another."
-        )
+    check_steps(content["steps"], setup.steps, path)
     _settle_buckets(loop, content["step"])
     try:
         setup.plain.load_state_dict(content["model"])
@@ -133,7 +92,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.step = content["step"]
     loop.clock.seconds = content["seconds"]
     loop.result.curve = [Evaluation(*one) for one in content["curve"]]
-    loop.result.target = None if content["target"] is None else Reached(*content["target"])
+    loop.result.target = first_reached(setup.job.train, loop.result.curve)
     loop.result.phases = dict(content["phases"])
     loop.clock.layers = content["layers"]
 

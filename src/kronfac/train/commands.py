@@ -21,6 +21,7 @@ from kronfac.train import (
 from kronfac.train.errors import UserError
 from kronfac.train.events import Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
+from kronfac.train.optimizers import missing_package
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
 from kronfac.train.result import Result
@@ -32,29 +33,31 @@ def train(options: Namespace) -> int:
     """``kronfac train``."""
     if options.resume is not None and options.out is not None:
         raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
-    resume, known = resuming.complete(options)
-    changes = [*known, *_changes(options)]
-    recipe = recipe_files.load(options.recipe, changes)
+    known = resuming.complete(options)
+    changes = _changes(options)
+    recipe = known.recipe(options.recipe, changes)
     recipe.check_optimizer(options.optimizer or recipe.optimizer)
     if options.out is not None:
         RunFolder(options.out).check_new()
     if (code := _on_ranks(options)) is not None:
         return code
     with group.joined():
-        out = None if resume else options.out or _new_folder(recipe, options)
+        out = None if known.folder else options.out or _new_folder(recipe, options)
         result = run_recipe(
             recipe,
             options.optimizer,
             options.seed,
             out,
-            resume=resume,
+            resume=known.folder,
             data_dir=options.data_dir,
             device=options.device,
             stop_at_target=options.stop_at_target,
             listeners=_listeners(options),
             log=_names(options.log),
-            origin=Origin(changes, options.recipe),
+            origin=Origin([*known.changes, *changes], options.recipe or known.file),
         )
+    if result.was_finished and not options.quiet and _is_first():
+        print(progress.finished(result, recipe.job(options.optimizer, options.seed).train))
     return _report_end(result)
 
 
@@ -62,9 +65,12 @@ def compare(options: Namespace) -> int:
     """``kronfac compare``."""
     if options.resume is not None and options.out is not None:
         raise UserError("--out starts new runs and --resume goes on with some; give one of them.")
-    changes = [*resuming.complete_comparison(options), *_changes(options)]
-    recipe = recipe_files.load(options.recipe, changes)
-    names = list(recipe.optimizers) if options.optimizers is None else _names(options.optimizers)
+    known = resuming.complete_comparison(options)
+    changes = _changes(options)
+    recipe = known.recipe(options.recipe, changes)
+    left_out = [] if options.optimizers is not None else _unusable(recipe)
+    names = [name for name in recipe.optimizers if name not in left_out]
+    names = names if options.optimizers is None else _names(options.optimizers)
     if not names:
         raise UserError(f"--optimizers {options.optimizers!r} names none; leave it out for all.")
     for name in names:
@@ -76,11 +82,17 @@ def compare(options: Namespace) -> int:
     if (code := _on_ranks(options)) is not None:
         return code
     with group.joined():
+        if left_out and current().first:
+            print("\n".join(_left_out(recipe, name) for name in left_out))
         return comparison.run(
             recipe,
             names,
             options,
-            Origin(changes, options.recipe, {"optimizers": names, "seeds": options.seeds}),
+            Origin(
+                [*known.changes, *changes],
+                options.recipe or known.file,
+                {"optimizers": names, "seeds": options.seeds},
+            ),
             listeners=_listeners(options),
             log=_names(options.log),
         )
@@ -140,6 +152,17 @@ def _changes(options: Namespace) -> list[str]:
     return changes
 
 
+def _unusable(recipe: Recipe) -> list[str]:
+    """Optimizers whose packages are not installed, unless that leaves none."""
+    found = [name for name, one in recipe.optimizers.items() if missing_package(one.kind)]
+    return found if len(found) < len(recipe.optimizers) else []
+
+
+def _left_out(recipe: Recipe, name: str) -> str:
+    package = missing_package(recipe.optimizers[name].kind)
+    return f"{name} is left out: it needs the package {package} (pip install {package})"
+
+
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
@@ -166,8 +189,13 @@ def _new_folder(recipe: Recipe, options: Namespace) -> Path:
     return path
 
 
+def _is_first() -> bool:
+    """Whether this rank speaks, also after the group is left."""
+    return group.world_size() == 1 or int(os.environ["RANK"]) == 0
+
+
 def _report_end(result: Result) -> int:
-    if group.world_size() > 1 and int(os.environ["RANK"]) > 0:
+    if not _is_first():
         return _code(result)
     if result.status == "failed":
         print(f"kronfac: {result.message}", file=sys.stderr)

@@ -7,17 +7,23 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from glob import escape
 from pathlib import Path
 
+from kronfac import report as pictures
+from kronfac.report.read import read_run
+from kronfac.report.summary import reached
 from kronfac.train import launch
+from kronfac.train.belonging import FREE, TARGETS, check_folder
 from kronfac.train.errors import UserError
-from kronfac.train.events import Event, Listener, read
+from kronfac.train.events import Event, Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
-from kronfac.train.run import Origin, train
+from kronfac.train.rehearsal import rehearse
+from kronfac.train.run import Origin, choose_device, isolated, train
+
+_DONE = "finished"
 
 
 def run(
@@ -31,40 +37,48 @@ def run(
 ) -> int:
     """Run everything that is not done yet, then write the report; returns the exit code.
 
+    It is that of a failure only if all runs have failed: otherwise there is something to compare.
     Optimizers take turns within each seed, so that a change of the machine's speed meets all of them.
     """
     ranks = current()
     folder: Path = ranks.on_first(lambda: _folder(recipe, options))
     first = recipe.train.seed
-    for seed in range(first, first + options.seeds):
-        for name in names:
-            place = folder / run_name(recipe.name, name, seed)
-            known = ranks.on_first(partial(_known, place))
-            if known == "finished":
-                continue
-            result = train(
-                recipe,
-                name,
-                seed,
-                None if known else place,
-                resume=place if known else None,
-                data_dir=options.data_dir,
-                device=options.device,
-                stop_at_target=options.stop_at_target,
-                listeners=listeners,
-                log=log,
-                origin=origin,
-            )
-            if result.status == "failed" and ranks.first:
-                print(f"kronfac: {result.message}", file=sys.stderr)
-            if result.status == "stopped":
-                if ranks.first:
-                    more = f" --nproc {options.nproc}" if options.nproc > 1 else ""
-                    print(f"continue with: kronfac compare --resume {folder}{more}")
-                return 128 + result.signal
+    turns = [(name, seed) for seed in range(first, first + options.seeds) for name in names]
+    places = [folder / run_name(recipe.name, name, seed) for name, seed in turns]
+    states: list[str] = ranks.on_first(lambda: _states(recipe, folder, places))
+    left = dict.fromkeys(
+        turn[0] for turn, known in zip(turns, states, strict=True) if known != _DONE
+    )
+    device = choose_device(options.device)
+    with isolated(device, deterministic=False):
+        rehearse([recipe.job(name) for name in left], ranks, device, options.data_dir)
+    for (name, seed), place, known in zip(turns, places, states, strict=True):
+        if known == _DONE:
+            continue
+        result = train(
+            recipe,
+            name,
+            seed,
+            None if known else place,
+            resume=place if known else None,
+            data_dir=options.data_dir,
+            device=options.device,
+            stop_at_target=options.stop_at_target,
+            listeners=listeners,
+            log=log,
+            origin=origin,
+        )
+        if result.status == "failed" and ranks.first:
+            print(f"kronfac: {result.message}", file=sys.stderr)
+        if result.status == "stopped":
+            if ranks.first:
+                more = f" --nproc {options.nproc}" if options.nproc > 1 else ""
+                print(f"continue with: kronfac compare --resume {folder}{more}")
+            return 128 + result.signal
     if ranks.first:
         _tell(folder, recipe.name, names, report=not options.no_report)
-    return launch.DONE
+    done = ranks.on_first(lambda: any(RunFolder(place).status == "done" for place in places))
+    return launch.DONE if done else launch.FAILED
 
 
 def _folder(recipe: Recipe, options: Namespace) -> Path:
@@ -73,49 +87,66 @@ def _folder(recipe: Recipe, options: Namespace) -> Path:
     return Path(options.out or free_path(options.runs, f"{recipe.name}-compare"))
 
 
+def _states(recipe: Recipe, folder: Path, places: Sequence[Path]) -> list[str]:
+    """What is known of each run, once all that the folder holds of this comparison belongs to it."""
+    known = [_known(place) for place in places]
+    begun = [place for place, state in zip(places, known, strict=True) if state]
+    for place in dict.fromkeys([*begun, *_compared(folder)]):
+        _check(RunFolder(place), recipe)
+    return known
+
+
+def _compared(folder: Path) -> list[Path]:
+    """Runs of a comparison in a folder, also those that are not asked for now: the report shows them."""
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
+    return [path for path in found if RunFolder(path).read_config().get("comparison")]
+
+
+def _check(run: RunFolder, recipe: Recipe) -> None:
+    """Raise unless a run that is there is one of this recipe; a finished one keeps its target."""
+    config = run.read_config()
+    if config["recipe"] != recipe.name:
+        raise UserError(
+            f"{run.path} is of recipe {config['recipe']!r}, and here it is {recipe.name!r}; choose "
+            "another folder with --out."
+        )
+    job = recipe.job(config["optimizer"], config["seed"])
+    free = set(FREE) - set(TARGETS) if run.is_finished else set(FREE)
+    check_folder(run, job, free)
+
+
 def _known(place: Path) -> str:
-    """``"finished"``, ``"begun"`` or nothing."""
+    """Whether a run is finished or begun, or nothing."""
     if not place.exists():
         return ""
-    return "finished" if RunFolder(place).is_finished else "begun"
+    return _DONE if RunFolder(place).is_finished else "begun"
 
 
 def _tell(folder: Path, recipe: str, names: Sequence[str], report: bool) -> None:
     print("\n".join(table(folder, recipe, names)))
-    if not report:
-        return
-    try:
-        from kronfac import report as pictures
-    except ImportError as error:
-        raise UserError(f"the report cannot be written: {error}.") from error
-    print(pictures.write([folder], folder))
+    if report:
+        print(pictures.write([folder], folder))
 
 
 def table(folder: Path, recipe: str, names: Sequence[str]) -> list[str]:
-    """One line for each optimizer: medians over seeds."""
+    """One line for each optimizer: medians over seeds, by the rules of the report."""
     width = max(12, *(len(name) + 2 for name in names))
     lines = [
         f"{'optimizer':<{width}}{'runs':>5}{'final':>10}{'reached':>9}{'steps':>8}{'seconds':>10}"
     ]
     for name in names:
         paths = sorted(folder.glob(f"{escape(f'{recipe}-{name}-s')}[0-9]*/events.jsonl"))
-        runs = [read(path) for path in paths]
-        ends, hits = _last(runs, "finish"), _last(runs, "target")
-        misses = [math.inf] * (len(runs) - len(hits))  # as in the report: one of three is a miss
-        steps = _median([*(hit["step"] for hit in hits), *misses])
-        seconds = _median([*(hit["seconds"] for hit in hits), *misses])
+        runs = [run for path in paths if (run := read_run(path.parent)) is not None]
+        ends = [run.finish for run in runs if run.finish is not None]
+        marks = [reached(run) for run in runs]  # infinite for a miss
+        hits = sum(math.isfinite(mark.step) for mark in marks)
+        steps, seconds = _median([m.step for m in marks]), _median([m.seconds for m in marks])
         lines.append(
-            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{len(hits)}/{len(runs)}':>9}"
+            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{hits}/{len(runs)}':>9}"
             f"{'-' if steps is None else f'{steps:.0f}':>8}"
             f"{'-' if seconds is None else f'{seconds:.1f}':>10}"
         )
     return [*lines, "(median over seeds; steps and seconds of training to the target)"]
-
-
-def _last(runs: Sequence[Sequence[Event]], kind: str) -> list[Event]:
-    """The last event of a kind of each run: one that was interrupted has several."""
-    found = [[one for one in events if one["event"] == kind] for events in runs]
-    return [events[-1] for events in found if events]
 
 
 def _final(ends: Sequence[Event]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kronfac.train import disk
 from kronfac.train.errors import UserError
-from kronfac.train.events import read
+from kronfac.train.events import Event, read
 
 
 class RunFolder:
@@ -61,10 +61,20 @@ class RunFolder:
         return dict(content)
 
     @property
+    def status(self) -> str:
+        """How the run's last part ended: ``"done"``, ``"stopped"``, ``"failed"``, or nothing yet."""
+        last = [one for one in read(self.events) if one["event"] in ("start", "finish")]
+        return str(last[-1].get("status", "")) if last and last[-1]["event"] == "finish" else ""
+
+    @property
     def is_finished(self) -> bool:
         """Whether the run came to its end, well or badly."""
-        last = [one for one in read(self.events) if one.get("event") in ("start", "finish")]
-        return bool(last) and last[-1]["event"] == "finish" and last[-1]["status"] != "stopped"
+        return self.status in ("done", "failed")
+
+    def last_start(self) -> Event | None:
+        """The event with which the run's last part began."""
+        starts = [one for one in read(self.events) if one["event"] == "start"]
+        return starts[-1] if starts else None
 
 
 def as_json(content: Any) -> str:
@@ -78,7 +88,17 @@ def _is_config(content: Any) -> bool:
         return False
     if not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
         return False
-    return isinstance(content["settings"].get("train"), dict)
+    return isinstance(content["settings"].get("train"), dict) and _is_kept(
+        content.get("resume", {})
+    )
+
+
+def _is_kept(content: Any) -> bool:
+    """Whether it is what a resume needs; nothing is enough, because there are folders without it."""
+    wanted = {"recipe": dict, "data_dir": str | None, "stop_at_target": bool, "log": list}
+    return isinstance(content, dict) and all(
+        key in wanted and isinstance(value, wanted[key]) for key, value in content.items()
+    )
 
 
 def run_name(recipe: str, optimizer: str, seed: int) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from kronfac.train.clock import TrainingClock
-from kronfac.train.evaluation import Evaluation, evaluate
+from kronfac.train.evaluation import evaluate
 from kronfac.train.events import Recorder
 from kronfac.train.memory import peak_bytes
 from kronfac.train.pair import kfac_of
-from kronfac.train.result import Reached, Result
+from kronfac.train.result import Result
 from kronfac.train.setup import Setup
 from kronfac.train.stepping import Stepper
+from kronfac.train.target import first_reached
 
 #: What ranks tell each other, beside numbers of signals, which are smaller.
 _NOT_FINITE = 1000
@@ -59,6 +60,7 @@ class Loop:
         self._logged = self.step, self.clock.seconds
         self._saved = self.step
         setup.plain.train()
+        self._tell_target()  # a resumed run may have reached it before
         flag = self._train() if not self._is_over() else 0
         result.step, result.seconds = self.step, self.clock.seconds
         result.memory = peak_bytes(setup.device)
@@ -150,19 +152,13 @@ class Loop:
         found = evaluate(self.setup, self.step, self.clock.seconds)
         self.result.curve.append(found)
         self.record("eval", epoch=self.epoch, **asdict(found))
-        if self.result.target is None and self._hits(found):
-            self.result.target = Reached(found.step, found.seconds)
-            self.record("target", **asdict(self.result.target))
+        if self.result.target is None:
+            self.result.target = first_reached(self.setup.job.train, [found])
+            self._tell_target()
 
-    def _hits(self, found: Evaluation) -> bool:
-        train = self.setup.job.train
-        if train.target_loss is not None and found.loss <= train.target_loss:
-            return True
-        return (
-            train.target is not None
-            and found.accuracy is not None
-            and found.accuracy >= train.target
-        )
+    def _tell_target(self) -> None:
+        if self.result.target is not None:
+            self.record("target", **asdict(self.result.target))
 
     def _log(self, loss: Tensor) -> None:
         setup, seconds = self.setup, self.clock.seconds

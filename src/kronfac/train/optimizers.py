@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,6 +19,15 @@ from kronfac.train.muon import muon_with_adamw
 from kronfac.train.options import KFAC_KEYS
 from kronfac.train.pair import Pair
 from kronfac.train.recipe import OptimizerPart
+
+#: Packages that some kinds of optimizers come from.
+_PACKAGES = {"soap": "pytorch_optimizer"}
+
+
+def missing_package(kind: str) -> str | None:
+    """The package that a kind of optimizer needs, if it is not installed."""
+    package = _PACKAGES.get(kind)
+    return package if package and importlib.util.find_spec(package) is None else None
 
 
 class Steppable(Protocol):

@@ -8,9 +8,12 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from kronfac.train.events import Event
+from kronfac.train.recipe import TrainPart
+from kronfac.train.result import Result
 
 #: Phases that are not K-FAC's own.
 _OTHERS = ("forward_backward", "optimizer")
@@ -75,19 +78,7 @@ class Progress:
 
     def _end(self, event: Event) -> str:
         words = {"done": "done", "stopped": "stopped; a checkpoint is saved", "failed": "failed"}
-        parts = [f"{words[event['status']]}: {event['step']:,} steps in {event['seconds']:.1f} s"]
-        if event["accuracy"] is not None:
-            parts.append(f"test accuracy {event['accuracy']:.2%}")
-        elif event["loss"] is not None:
-            parts.append(f"test loss {event['loss']:.4f}")
-        wanted = self.start.get("target")
-        if self.target:
-            goal = f"{wanted:.2%}" if self.start["metric"] == "accuracy" else f"loss {wanted:g}"
-            when = f"at step {self.target['step']:,}, after {self.target['seconds']:.1f} s"
-            parts.append(f"target {goal} reached {when}")
-        elif wanted is not None and event["status"] == "done":
-            parts.append("target not reached")
-        return ", ".join(parts)
+        return f"{words[event['status']]}: {outcome(event, self.start, self.target)}"
 
     @property
     def now(self) -> Event:
@@ -184,6 +175,36 @@ def make(stream: TextIO | None = None) -> Progress:
     stream = sys.stdout if stream is None else stream
     able = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return Screen(stream) if able else Lines(stream)
+
+
+def outcome(end: Event, start: Event, target: Event) -> str:
+    """How long a run was, how good, and when it reached its target, from these events."""
+    parts = [f"{end['step']:,} steps in {end['seconds']:.1f} s"]
+    if end["accuracy"] is not None:
+        parts.append(f"test accuracy {end['accuracy']:.2%}")
+    elif end["loss"] is not None:
+        parts.append(f"test loss {end['loss']:.4f}")
+    wanted = start.get("target")
+    if target:
+        goal = f"{wanted:.2%}" if start["metric"] == "accuracy" else f"loss {wanted:g}"
+        when = f"at step {target['step']:,}, after {target['seconds']:.1f} s"
+        parts.append(f"target {goal} reached {when}")
+    elif wanted is not None and end["status"] == "done":
+        parts.append("target not reached")
+    return ", ".join(parts)
+
+
+def finished(result: Result, train: TrainPart) -> str:
+    """The line of a run that was finished before."""
+    by_loss = train.target_loss is not None
+    start: Event = {
+        "target": train.target_loss if by_loss else train.target,
+        "metric": "loss" if by_loss else "accuracy",
+    }
+    names = ("status", "step", "seconds", "accuracy", "loss")
+    end = {name: getattr(result, name) for name in names}
+    target = {} if result.target is None else asdict(result.target)
+    return f"finished already: {outcome(end, start, target)}"
 
 
 def kfac_share(phases: Mapping[str, Any]) -> str:

@@ -119,6 +119,10 @@ class TrainPart:
         if self.target is not None and self.target_loss is not None:
             raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """How long it is, whichever of the two says it."""
+        return self.steps or max(1, round((self.epochs or 0.0) * steps_per_epoch))
+
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is not None and not least <= value < math.inf:
@@ -312,7 +316,7 @@ def _optimizer(
     changes |= {key: table.pop(key) for key in SHORT if key in table}
     shapes = _table({"schedule": table.pop("schedule", {})}, "schedule", where)
     part = OptimizerPart(name, kind, table, changes, shapes)
-    # What is wrong in a table is told when the recipe is read, not when its turn comes.
+    # Keys and types that are wrong in a table are told when the recipe is read, not when its turn comes.
     fill(TrainPart, _merged(train, changes), f"{where}.train" if changes else "train")
     fill(SchedulePart, _merged(schedule, shapes), f"{where}.schedule" if shapes else "schedule")
     _check_options(part)

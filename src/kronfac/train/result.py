@@ -37,6 +37,7 @@ class Result:
         stats: of ``optimizer.stats()``, for K-FAC.
         memory: the most bytes that were in use.
         folder: the run folder, if there is one.
+        was_finished: the run to resume had come to its end before, so that nothing was done.
     """
 
     status: Status = "done"
@@ -52,6 +53,7 @@ class Result:
     stats: dict[str, Any] = field(default_factory=dict)
     memory: int = 0
     folder: Path | None = None
+    was_finished: bool = False
 
     @property
     def accuracy(self) -> float | None:

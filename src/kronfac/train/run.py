@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kronfac.optimizer import Preconditioned
-from kronfac.train import checkpointing, environment, loggers
+from kronfac.train import belonging, checkpointing, environment, finished, loggers
 from kronfac.train.errors import UserError
 from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder, as_json
@@ -73,19 +73,27 @@ def train(
         log: names of :data:`kronfac.train.loggers.LOGGERS`.
         origin: what ``config.json`` tells about the start.
 
-    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step.
+    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step. A run to
+    resume that has nothing left to do is left as it is.
     """
     job = recipe.job(optimizer, seed)
     folder = _folder(out, resume)
     loggers.check(log)
     ranks, where = current(), choose_device(device)
-    saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
+    saved = None
+    if folder and resume:
+        saved = ranks.on_first(lambda: _saved(folder, job))
+        done = ranks.on_first(lambda: finished.result_of(folder, saved, job, stop_at_target))
+        if done is not None:
+            return done  # type: ignore[no-any-return]
     with isolated(where, job.train.deterministic):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
         run = _Run(setup, folder, stop_at_target, list(listeners))
         run.restore(saved)
         if folder is not None:
-            ranks.on_first(lambda: run.open(resume is None, log, origin or Origin()))
+            kept = _kept(recipe, data_dir, stop_at_target, log)
+            config = _config(job, origin or Origin(), kept)
+            ranks.on_first(lambda: run.open(resume is None, log, config))
         return run.go()
 
 
@@ -119,11 +127,10 @@ class _Run:
         if saved is not None:
             self.resumed = self.loop.step
 
-    def open(self, new: bool, log: Sequence[str], origin: Origin) -> None:
+    def open(self, new: bool, log: Sequence[str], config: dict[str, Any]) -> None:
         """Make the folder, or open it again; only on the first rank."""
         assert self.folder is not None
         setup, folder = self.setup, self.folder
-        config = _config(setup.job, origin)
         if new:
             folder.create(
                 {
@@ -256,16 +263,27 @@ def _folder(out: Path | str | None, resume: Path | str | None) -> RunFolder | No
 
 def _saved(folder: RunFolder, job: Job) -> dict[str, Any]:
     """The checkpoint of a folder; nothing if the run ended before its first one."""
-    config = folder.read_config()
-    checkpointing.check_job(config["settings"], job, folder.path)
+    belonging.check_folder(folder, job)
     if not folder.checkpoint.is_file():
         return {}
     content = checkpointing.load(folder.checkpoint)
-    checkpointing.check_job(content["job"], job, folder.checkpoint)
+    belonging.check_job(content["job"], job, folder.checkpoint)
     return content
 
 
-def _config(job: Job, origin: Origin) -> dict[str, Any]:
+def _kept(
+    recipe: Recipe, data_dir: Path | str | None, stop_at_target: bool, log: Sequence[str]
+) -> dict[str, Any]:
+    """What a resume needs, wherever it is started and whatever has become of the recipe's file."""
+    return {
+        "recipe": recipe.to_dict(),
+        "data_dir": None if data_dir is None else str(Path(data_dir).expanduser().absolute()),
+        "stop_at_target": stop_at_target,
+        "log": list(log),
+    }
+
+
+def _config(job: Job, origin: Origin, kept: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "recipe": job.recipe,
         "optimizer": job.optimizer.name,
@@ -275,6 +293,7 @@ def _config(job: Job, origin: Origin) -> dict[str, Any]:
         "changes": list(origin.changes),
         "comparison": None if origin.comparison is None else dict(origin.comparison),
         "command": list(origin.command),
+        "resume": dict(kept),
     }
 
 

@@ -50,6 +50,12 @@ class Setup:
 
 def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None) -> Setup:
     """Load the data and build the rest; all ranks come to the same weights."""
+    check_batch(job, ranks)
+    return build(job, ranks, device, load_data(job, data_dir))
+
+
+def check_batch(job: Job, ranks: Ranks) -> None:
+    """Raise unless every rank gets the same share of a batch."""
     train = job.train
     shares = ranks.size * train.micro_batches
     if train.batch % shares:
@@ -57,15 +63,24 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
             f"train.batch = {train.batch} cannot be divided over {ranks.size} rank(s) and "
             f"{train.micro_batches} micro-batch(es); choose a multiple of {shares}."
         )
+
+
+def load_data(job: Job, data_dir: Path | None) -> Any:
+    """The source of the job's samples."""
     sizes = {name: getattr(job.data, name) for name in ("train", "test")}
     source = data.load(job.data.name, data_dir, **sizes, **job.data.options)
+    return source if job.data.holdout is None else data.hold_out(source, job.data.holdout)
+
+
+def build(
+    job: Job, ranks: Ranks, device: torch.device, source: Any, *, wrapped: bool = True
+) -> Setup:
+    """Build everything on a source; ``wrapped`` is for compiling and for several ranks."""
     if source.kind == "text":
         _check_text(job)
-    if job.data.holdout is not None:
-        source = data.hold_out(source, job.data.holdout)
     batches = data.Batches(
         source,
-        train.batch,
+        job.train.batch,
         seed=job.seed,
         rank=ranks.rank,
         world=ranks.size,
@@ -73,10 +88,10 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
         device=device,
     )
     plain = _model(job, source, device)
-    model = _wrapped(plain, job, ranks, device)
+    model = _wrapped(plain, job, ranks, device) if wrapped else plain
     count = int(batches.steps_per_epoch)
     optimizer = optimizers.build(job.optimizer, model, steps_per_epoch=count, kind=source.kind)
-    steps = train.steps or max(1, round((train.epochs or 0.0) * count))
+    steps = job.train.num_steps(count)
     rate = _shape(job.schedule, steps / count)
     return Setup(job, ranks, device, source, batches, plain, model, optimizer, rate, steps)
 

@@ -68,6 +68,15 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
+def defaults(kind: type[Any]) -> dict[str, Any]:
+    """The keys that a table may leave out, with what they are then; ``options`` are no key."""
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(kind)
+        if field.default is not dataclasses.MISSING
+    }
+
+
 def to_table(part: Any) -> dict[str, Any]:
     """The table that :func:`fill` would make this of, without what is left at its default."""
     table: dict[str, Any] = {}
