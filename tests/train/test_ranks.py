@@ -64,10 +64,12 @@ def _restore() -> None:
         stepping.Stepper.take = real  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
-def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str) -> None:
-    alone = train(small.recipe(train__mixup=0.4, **PLAIN), optimizer)
-    changes = {"train__mixup": 0.4, **PLAIN}
+@pytest.mark.parametrize(
+    ("optimizer", "fisher"), [("sgd", "empirical"), ("kfac", "empirical"), ("kfac", "exact")]
+)
+def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str, fisher: str) -> None:
+    changes = {"train__mixup": 0.4, "optimizers__kfac__fisher": fisher, **PLAIN}
+    alone = train(small.recipe(**changes), optimizer)
     both = run(2, run_whole, str(tmp_path / "run"), optimizer, changes)
     assert both[0] == both[1]
     assert both[0][0] == pytest.approx(alone.loss, rel=1e-3)
@@ -78,6 +80,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str) -> No
 @pytest.mark.parametrize("hit", [0, 1])
 def test_two_ranks_stop_together_and_resume_with_the_same_bits(tmp_path: Path, hit: int) -> None:
     changes = {"train__mixup": 0.4, "optimizers__kfac__distribute": "comm-opt"}
+    changes["optimizers__kfac__fisher"] = "mc"  # each rank draws labels of its own
     whole = run(2, run_whole, str(tmp_path / "whole"), "kfac", changes)
     parts = run(2, run_parts, str(tmp_path / "part"), "kfac", changes, hit)
     assert parts[0] == parts[1]
