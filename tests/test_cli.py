@@ -1,5 +1,6 @@
 """The ``kronfac`` command: what it prints, writes and returns."""
 
+import errno
 import json
 import os
 import re
@@ -178,6 +179,57 @@ def test_mistakes_are_one_sentence(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, *arguments)
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "small.toml", "--out", LONG],
+        ["train", "small.toml", "--runs", LONG],
+        ["train", "small.toml", "--runs", LONG, "--resume"],
+        ["train", "--resume", LONG],
+        ["train", f"{LONG}.toml"],
+        ["train", "mnist", "--data-dir", LONG],
+        ["train", "text", "--set", f"data.path={LONG}"],
+        ["compare", "small.toml", "--out", LONG],
+        ["compare", "small.toml", "--runs", LONG],
+        ["compare", "--resume", LONG],
+        ["recipes", f"{LONG}.toml"],
+        ["data", "mnist", "--data-dir", LONG],
+        ["report", LONG],
+    ],
+)
+def test_a_name_that_is_too_long_is_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, *arguments)
+    assert LONG in said
+    assert "cannot be used: File name too long." in said
+
+
+def test_a_folder_of_somebody_else_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        assert main(["train", "small.toml", "--out", "theirs/run"]) == 2
+    said = capsys.readouterr().err
+    assert said == "kronfac: theirs/run cannot be used: Permission denied.\n"
+
+
+def test_an_error_about_no_path_is_not_explained_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise OSError("something else")
+
+    monkeypatch.setattr("kronfac.train.recipe_files.text", fail)
+    with pytest.raises(OSError, match="something else"):
+        main(["recipes", "digits"])
 
 
 def test_data_that_cannot_be_had_are_one_sentence(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kronfac.optimizer import version
 from kronfac.train import commands
-from kronfac.train.errors import UserError
+from kronfac.train.errors import UserError, of_a_file
 from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
 from kronfac.train.launch import FAILED, LOST, WRONG
 
@@ -52,6 +52,8 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # `kronfac recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a path may be anything: too long, in a folder of somebody else, ...
+        return _say(of_a_file(error), WRONG)
 
 
 def _say(error: Exception, code: int) -> int:

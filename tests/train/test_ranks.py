@@ -10,6 +10,7 @@ import torch
 
 from kronfac.train.errors import UserError
 from kronfac.train.events import read
+from kronfac.train.folder import free_path
 from kronfac.train.ranks import Ranks
 from kronfac.train.run import train
 from tests.distributed.ranks import run
@@ -120,6 +121,20 @@ def test_a_full_disk_is_told_on_all_ranks(tmp_path: Path) -> None:
     said = run(2, fill_disk, str(tmp_path / "run"))
     assert said[0] == said[1]
     assert "the disk is full" in said[0]
+
+
+def name_too_long(rank: int, out: str) -> str:
+    try:
+        Ranks().on_first(lambda: free_path(Path(out), "run"))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_the_system_says_about_a_path_is_told_on_all_ranks() -> None:
+    said = run(2, name_too_long, "a" * 300)
+    assert said[0] == said[1]
+    assert said[0].endswith("aaa/run cannot be used: File name too long.")
 
 
 def lose_numbers(rank: int, out: str) -> tuple[str, int]:
