@@ -60,6 +60,7 @@ def test_a_recipe_survives_its_own_dictionary(name: str) -> None:
         ("train.target", 70, "train.target = 70.0 must be an accuracy"),
         ("train.seed", 2**32, "train.seed = 4294967296 must be at most 4294967295"),
         ("schedule.warmup_share", 1.0, "schedule.warmup_share = 1.0 must be in"),
+        ("schedule.warmup", -1, "schedule.warmup = -1.0 must be 0 epochs or more"),
         ("data.holdout", 0, "data.holdout = 0 must be at least 1"),
         ("train.label_smoothing", 1.0, "train.label_smoothing = 1.0"),
         ("train.precision", "half", "train.precision = 'half' is not supported"),
@@ -73,6 +74,14 @@ def test_what_is_wrong_is_said_in_one_sentence(key: str, value: Any, words: str)
     with pytest.raises(UserError, match=words) as caught:
         small.recipe(**{key: value})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("part", "wrong"), [("train", "epoch"), ("schedule", "warm")])
+def test_a_key_is_looked_for_where_it_was_set(part: str, wrong: str) -> None:
+    """Also if an optimizer has changes of its own in that part."""
+    changes = {f"optimizers.sgd.{part}": {"seed": 1} if part == "train" else {"shape": "linear"}}
+    with pytest.raises(UserError, match=rf"unknown key '{wrong}' in \[{part}\]"):
+        small.recipe(**changes, **{f"{part}.{wrong}": 3})
 
 
 def test_momentum_of_the_rest_is_no_option_of_adamw() -> None:

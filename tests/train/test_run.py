@@ -523,6 +523,7 @@ def test_warnings_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model__name": "resent20"}, "unknown model 'resent20'"),
         ({"data__name": "digit"}, "unknown data set 'digit'"),
         ({"optimizers__kfac__damping": -1.0}, "damping=-1.0 must be a positive"),
+        ({"optimizers__kfac__include": [1]}, "include holds 1; give name patterns such as"),
         (
             {"optimizers__kfac__rescale": "quadratic"},
             "rescale = 'quadratic' runs each batch several",
