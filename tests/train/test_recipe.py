@@ -169,6 +169,19 @@ def test_a_value_in_the_place_of_a_table_is_refused_whatever_follows(key: str) -
         recipe_files.change(small.recipe(), [f"{key}=3", "train.log_every=5"])
 
 
+@pytest.mark.parametrize("name_first", [True, False])
+def test_another_model_or_data_set_starts_its_table_anew(name_first: bool) -> None:
+    changes = ["model.name=mlp", "model.hidden=[8]", "data.name=mnist", "data.test=9"]
+    changed = recipe_files.change(small.recipe(), changes if name_first else changes[::-1])
+    assert changed.to_dict()["model"] == {"name": "mlp", "hidden": [8]}
+    assert changed.to_dict()["data"] == {"name": "mnist", "test": 9}
+
+
+def test_the_same_name_changes_nothing() -> None:
+    names = ["model.name=cnn", "data.name=digits"]
+    assert recipe_files.change(small.recipe(), names) == small.recipe()
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
