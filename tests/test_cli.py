@@ -16,9 +16,10 @@ import torch
 
 import kronfac
 from kronfac.cli import main
+from kronfac.distributed.units import Compute
 from kronfac.report.find import load
 from kronfac.report.summary import chapters
-from kronfac.train import comparison
+from kronfac.train import comparison, planning, recipe_files
 from kronfac.train.events import read
 from kronfac.train.stepping import Stepper
 from tests.train import small
@@ -393,6 +394,16 @@ def test_plan_compares_schemes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "small.toml", "--ranks", "4"]) == 0
     table = capsys.readouterr().out
     assert {"comm-opt", "mem-opt", "replicated"} <= {line.split()[0] for line in table.splitlines()}
+
+
+@pytest.mark.parametrize("name", recipe_files.shipped())
+def test_plan_needs_no_data(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "measure", lambda: Compute(1e10, 1e11))
+    assert main(["plan", name, "--ranks", "8", "--data-dir", "nowhere"]) == 0
+    assert "comm-opt" in capsys.readouterr().out
+    assert not Path("nowhere").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp"}
+#: Pixels of a side.
+DEFAULT_SIZE = 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -130,7 +132,7 @@ def _resized(image: Image, box: Box, size: int) -> bytes:
 
 def read(
     path: Path,
-    size: int = 224,
+    size: int = DEFAULT_SIZE,
     crop: str = "random",
     workers: int | None = None,
     train: int | None = None,
@@ -197,9 +199,14 @@ def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
     )
 
 
-def _check(size: int, crop: str, workers: int | None) -> None:
+def check_size(size: int) -> None:
+    """Raise unless images can have so many pixels on each side."""
     if not isinstance(size, int) or size < 1:
         raise UserError(f"data.size = {size!r} is not a number of pixels; give 1 or more")
+
+
+def _check(size: int, crop: str, workers: int | None) -> None:
+    check_size(size)
     if crop not in ("random", "center"):
         raise UserError(f"data.crop = {crop!r} is unknown; there are 'random' and 'center'")
     if workers is not None and (not isinstance(workers, int) or workers < 1):

@@ -15,6 +15,7 @@ from kronfac.train.data.subset import check_size
 from kronfac.train.errors import UserError
 
 DEFAULT_SIZE = 4_000_000
+DEFAULT_LENGTH = 128
 #: Neighbouring windows that stay in one part.
 _RUN = 64
 _SEED = 20151219  # any fixed number: parts must be the same in every run
@@ -34,8 +35,7 @@ class Text:
     def __init__(
         self, content: bytes, length: int, train: int | None = None, test: int | None = None
     ) -> None:
-        if not isinstance(length, int) or length < 1:
-            raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
+        check_length(length)
         count = max(0, len(content) - 1) // length
         if count < 10:
             raise UserError(
@@ -64,9 +64,15 @@ class Text:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+def check_length(length: int) -> None:
+    """Raise unless a window can have so many bytes."""
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
+
+
 def read(
     path: Path | None = None,
-    length: int = 128,
+    length: int = DEFAULT_LENGTH,
     size: int = DEFAULT_SIZE,
     train: int | None = None,
     test: int | None = None,
