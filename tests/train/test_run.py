@@ -1,5 +1,6 @@
 """A run in one process: its result, its folder, its events, and how it goes on."""
 
+import hashlib
 import json
 import os
 import signal
@@ -132,6 +133,22 @@ def test_text_is_measured_by_its_loss(tmp_path: Path) -> None:
     assert result.accuracy is None
     assert result.loss is not None
     assert result.target is not None
+
+
+@pytest.mark.parametrize("holdout", [None, 16])
+def test_the_text_is_known_by_its_checksum(tmp_path: Path, holdout: int | None) -> None:
+    content = bytes(range(64)) * 100
+    (tmp_path / "text").write_bytes(content)
+    recipe = small.recipe(
+        model={"name": "gpt", "dim": 16, "depth": 1, "heads": 2},
+        data={"name": "text", "path": str(tmp_path / "text"), "length": 16, "size": 6000},
+        train={"batch": 16, "steps": 1},
+        schedule={"shape": "constant"},
+        **({} if holdout is None else {"data.holdout": holdout}),
+    )
+    train(recipe, "sgd", out=tmp_path / "run")
+    around = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert around["data_sha256"] == hashlib.sha256(content[:6000]).hexdigest()
 
 
 def test_a_target_is_recorded_and_may_end_the_run() -> None:

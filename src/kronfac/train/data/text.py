@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ class Text:
                 "bytes, and 10 are needed; give more text or a smaller data.length"
             )
         self.sample_shape: tuple[int, ...] = (length,)
+        #: Of the text: another machine, or another Python, may have another one.
+        self.sha256 = hashlib.sha256(content).hexdigest()
         self._content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         tested = torch.arange(count) // min(_RUN, count // 10) % 10 == 9
         self._train = _shuffled("train", (~tested).nonzero()[:, 0], train)
