@@ -14,6 +14,7 @@ from kronfac.train import commands
 from kronfac.train.errors import UserError, of_a_file
 from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
 from kronfac.train.launch import FAILED, LOST, WRONG
+from kronfac.train.resuming import DEFAULT
 
 _EPILOG = """examples:
   kronfac train                              handwritten digits with K-FAC
@@ -127,13 +128,9 @@ def _compare(subparsers: Commands) -> None:
     parser.set_defaults(command=commands.compare)
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="name or .toml (default: digits, or that of the folder to resume)",
-    )
+def _recipe(parser: argparse.ArgumentParser, about: str) -> None:
+    """Which recipe, how it is changed, and where its data are."""
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=about)
     parser.add_argument(
         "--set",
         action="append",
@@ -142,11 +139,16 @@ def _common(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change the recipe, for example train.clip=1.0 or optimizers.kfac.damping=1e-3",
     )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    """What ``train`` and ``compare`` share."""
+    _recipe(parser, f"name or .toml (default: {DEFAULT}, or that of the folder to resume)")
     parser.add_argument("--epochs", type=float, metavar="X", help="short for train.epochs")
     parser.add_argument("--batch", type=int, metavar="N", help="short for train.batch")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; a GPU if there is one")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run "
                         "folders go (default: runs)")  # fmt: skip
     parser.add_argument("--stop-at-target", action="store_true", help="end at the recipe's target")
@@ -182,13 +184,7 @@ def _data(subparsers: Commands) -> None:
 
 def _plan(subparsers: Commands) -> None:
     parser = subparsers.add_parser("plan", help="predict what K-FAC costs on many ranks")
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        default="digits",
-        metavar="RECIPE",
-        help="name or .toml (default: digits)",
-    )
+    _recipe(parser, f"name or .toml (default: {DEFAULT})")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
         "--gbit", type=float, default=10.0, metavar="X", help="Gb/s between them (default: 10)"
@@ -196,13 +192,4 @@ def _plan(subparsers: Commands) -> None:
     parser.add_argument(
         "--latency", type=float, default=50.0, metavar="X", help="microseconds (default: 50)"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="changes",
-        metavar="KEY=VALUE",
-        help="as of train",
-    )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
-    parser.set_defaults(command=commands.plan)
+    parser.set_defaults(command=commands.plan, recipe=DEFAULT)

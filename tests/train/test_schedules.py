@@ -74,7 +74,7 @@ def test_milestones_count_from_the_beginning_of_training() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("cosin", {}, "Did you mean 'cosine'"),
+    ("cosin", {}, "shape='cosin' is unknown; did you mean 'cosine'"),
     ("wave", {}, "constant, linear, cosine, polynomial, steps"),
     ("cosine", {"milestones": [3]}, "milestones"),
     ("polynomial", {"power": 0}, "power=0"),
