@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -426,12 +427,17 @@ def test_help_fits_a_terminal(
 SOURCE = str(Path(kronfac.__file__).parents[1])
 
 
-def program(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the program in processes of its own; Python runs the prelude first in each of them."""
+def program(
+    *arguments: str, prelude: str = "", starter: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the program in processes of its own; Python runs the prelude first in each of them.
+
+    ``starter`` is a module that starts them, with its arguments.
+    """
     Path("sitecustomize.py").write_text(prelude)
     path = os.pathsep.join([str(Path.cwd()), SOURCE])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "kronfac", *arguments]
+    command = [sys.executable, "-m", *starter, "kronfac", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -469,6 +475,22 @@ def test_nproc_starts_ranks_that_stop_and_resume_together() -> None:
     rest = program("train", "small.toml", "--nproc", "2", "--resume", "part")
     assert (rest.returncode, rest.stderr) == (0, "")
     assert small.same(small.weights(Path("whole")), small.weights(Path("part")))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_that_train_together() -> None:
+    """``--standalone`` takes a free port."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    flags = ("train", "digits", "--set", "train.steps=5", "--out", "run")
+    done = program(*flags, starter=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "run"
+    events = read(Path("run/events.jsonl"))
+    assert (events[0]["event"], events[0]["world"]) == ("start", 2)
+    assert [(e["status"], e["step"]) for e in events if e["event"] == "finish"] == [("done", 5)]
+    again = program(*flags, starter=torchrun)
+    assert again.returncode != 0
+    assert "kronfac: run exists already and is left as it is" in again.stderr
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
         if options.get("rescale") == "quadratic":
             raise UserError(
                 f"{where}.rescale = 'quadratic' runs each batch several times, which recipes cannot; "
-                "choose auto, kl-clip, graft, unit or none."
+                "choose another one, 'unit' for example."
             )
         for key in options:
             own = [name for name, keys in BASES.items() if key in keys]
