@@ -1,5 +1,6 @@
 """The ``kronfac`` command: what it prints, writes and returns."""
 
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.error
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch
 
 import kronfac
 from kronfac.cli import main
+from kronfac.distributed.units import Compute
 from kronfac.report.find import load
 from kronfac.report.summary import chapters
-from kronfac.train import comparison
+from kronfac.train import comparison, planning, recipe_files
 from kronfac.train.events import read
 from kronfac.train.stepping import Stepper
 from tests.train import small
@@ -270,6 +273,57 @@ def test_mistakes_are_one_sentence(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in complaint(capsys, *arguments)
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "small.toml", "--out", LONG],
+        ["train", "small.toml", "--runs", LONG],
+        ["train", "small.toml", "--runs", LONG, "--resume"],
+        ["train", "--resume", LONG],
+        ["train", f"{LONG}.toml"],
+        ["train", "mnist", "--data-dir", LONG],
+        ["train", "text", "--set", f"data.path={LONG}"],
+        ["compare", "small.toml", "--out", LONG],
+        ["compare", "small.toml", "--runs", LONG],
+        ["compare", "--resume", LONG],
+        ["recipes", f"{LONG}.toml"],
+        ["data", "mnist", "--data-dir", LONG],
+        ["report", LONG],
+    ],
+)
+def test_a_name_that_is_too_long_is_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = complaint(capsys, *arguments)
+    assert LONG in said
+    assert "cannot be used: File name too long." in said
+
+
+def test_a_folder_of_somebody_else_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        assert main(["train", "small.toml", "--out", "theirs/run"]) == 2
+    said = capsys.readouterr().err
+    assert said == "kronfac: theirs/run cannot be used: Permission denied.\n"
+
+
+def test_an_error_about_no_path_is_not_explained_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise OSError("something else")
+
+    monkeypatch.setattr("kronfac.train.recipe_files.text", fail)
+    with pytest.raises(OSError, match="something else"):
+        main(["recipes", "digits"])
 
 
 def test_data_that_cannot_be_had_are_one_sentence(
@@ -571,6 +625,16 @@ def test_plan_compares_schemes(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"comm-opt", "mem-opt", "replicated"} <= {line.split()[0] for line in table.splitlines()}
 
 
+@pytest.mark.parametrize("name", recipe_files.shipped())
+def test_plan_needs_no_data(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "measure", lambda: Compute(1e10, 1e11))
+    assert main(["plan", name, "--ranks", "8", "--data-dir", "nowhere"]) == 0
+    assert "comm-opt" in capsys.readouterr().out
+    assert not Path("nowhere").exists()
+
+
 @pytest.mark.parametrize(
     "command", [[], ["train"], ["compare"], ["report"], ["recipes"], ["data"], ["plan"]]
 )
@@ -591,12 +655,17 @@ def test_help_fits_a_terminal(
 SOURCE = str(Path(kronfac.__file__).parents[1])
 
 
-def program(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the program in processes of its own; Python runs the prelude first in each of them."""
+def program(
+    *arguments: str, prelude: str = "", starter: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the program in processes of its own; Python runs the prelude first in each of them.
+
+    ``starter`` is a module that starts them, with its arguments.
+    """
     Path("sitecustomize.py").write_text(prelude)
     path = os.pathsep.join([str(Path.cwd()), SOURCE])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "kronfac", *arguments]
+    command = [sys.executable, "-m", *starter, "kronfac", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -634,6 +703,22 @@ def test_nproc_starts_ranks_that_stop_and_resume_together() -> None:
     rest = program("train", "small.toml", "--nproc", "2", "--resume", "part")
     assert (rest.returncode, rest.stderr) == (0, "")
     assert small.same(small.weights(Path("whole")), small.weights(Path("part")))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_that_train_together() -> None:
+    """``--standalone`` takes a free port."""
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    flags = ("train", "digits", "--set", "train.steps=5", "--out", "run")
+    done = program(*flags, starter=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "run"
+    events = read(Path("run/events.jsonl"))
+    assert (events[0]["event"], events[0]["world"]) == ("start", 2)
+    assert [(e["status"], e["step"]) for e in events if e["event"] == "finish"] == [("done", 5)]
+    again = program(*flags, starter=torchrun)
+    assert again.returncode != 0
+    assert "kronfac: run exists already and is left as it is" in again.stderr
 
 
 @pytest.mark.slow

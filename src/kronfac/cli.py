@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from kronfac.optimizer import version
 from kronfac.train import commands
-from kronfac.train.errors import UserError
+from kronfac.train.errors import UserError, of_a_file
 from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
 from kronfac.train.launch import FAILED, LOST, WRONG
+from kronfac.train.resuming import DEFAULT
 
 _EPILOG = """examples:
   kronfac train                              handwritten digits with K-FAC
@@ -52,6 +53,8 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # `kronfac recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a path may be anything: too long, in a folder of somebody else, ...
+        return _say(of_a_file(error), WRONG)
 
 
 def _say(error: Exception, code: int) -> int:
@@ -127,13 +130,9 @@ def _compare(subparsers: Commands) -> None:
     parser.set_defaults(command=commands.compare)
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help="name or .toml (default: digits, or that of the folder to resume)",
-    )
+def _recipe(parser: argparse.ArgumentParser, about: str) -> None:
+    """Which recipe, how it is changed, and where its data are."""
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=about)
     parser.add_argument(
         "--set",
         action="append",
@@ -142,11 +141,16 @@ def _common(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change the recipe, for example train.clip=1.0 or optimizers.kfac.damping=1e-3",
     )
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    """What ``train`` and ``compare`` share."""
+    _recipe(parser, f"name or .toml (default: {DEFAULT}, or that of the folder to resume)")
     parser.add_argument("--epochs", type=float, metavar="X", help="short for train.epochs")
     parser.add_argument("--batch", type=int, metavar="N", help="short for train.batch")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; a GPU if there is one")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run "
                         "folders go (default: runs)")  # fmt: skip
     parser.add_argument(
@@ -186,13 +190,7 @@ def _data(subparsers: Commands) -> None:
 
 def _plan(subparsers: Commands) -> None:
     parser = subparsers.add_parser("plan", help="predict what K-FAC costs on many ranks")
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        default="digits",
-        metavar="RECIPE",
-        help="name or .toml (default: digits)",
-    )
+    _recipe(parser, f"name or .toml (default: {DEFAULT})")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many")
     parser.add_argument(
         "--gbit", type=float, default=10.0, metavar="X", help="Gb/s between them (default: 10)"
@@ -200,13 +198,4 @@ def _plan(subparsers: Commands) -> None:
     parser.add_argument(
         "--latency", type=float, default=50.0, metavar="X", help="microseconds (default: 50)"
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="changes",
-        metavar="KEY=VALUE",
-        help="as of train",
-    )
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where data sets are")
-    parser.set_defaults(command=commands.plan)
+    parser.set_defaults(command=commands.plan, recipe=DEFAULT)

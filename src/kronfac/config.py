@@ -93,15 +93,6 @@ class Options:
             check_positive("max_grad_norm", self.max_grad_norm)
         self._check_loss_average()
         self._check_power()
-        for name in ("include", "exclude"):
-            for pattern in getattr(self, name):
-                if not isinstance(pattern, str) and not (
-                    isinstance(pattern, type) and issubclass(pattern, nn.Module)
-                ):
-                    raise ValueError(
-                        f"{name} holds {pattern!r}; give name patterns such as 'layer1.*' or "
-                        "module types such as torch.nn.Linear."
-                    )
 
     def _check_power(self) -> None:
         if not _is_real(self.power) or not 0 < self.power <= 1:
@@ -228,10 +219,18 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 }
 
 
-def as_patterns(value: Pattern | Sequence[Pattern] | None) -> tuple[Pattern, ...]:
-    """Accept one pattern, several or none."""
+def as_patterns(value: Pattern | Sequence[Pattern] | None, name: str) -> tuple[Pattern, ...]:
+    """Accept one pattern, several or none; ``name`` is that of the option, for the sentence."""
     if value is None:
         return ()
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(value)
-    return (value,)
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    patterns: tuple[Pattern, ...] = tuple(value) if several else (value,)  # type: ignore[arg-type,assignment]
+    for pattern in patterns:
+        if not isinstance(pattern, str) and not (
+            isinstance(pattern, type) and issubclass(pattern, nn.Module)
+        ):
+            raise ValueError(
+                f"{name} holds {pattern!r}; give name patterns such as 'layer1.*' or "
+                "module types such as torch.nn.Linear."
+            )
+    return patterns

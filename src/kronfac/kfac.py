@@ -129,8 +129,8 @@ class KFAC(Preconditioned):
             stagger=stagger,
             max_dim=max_dim,
             loss_average=loss_average,
-            include=as_patterns(include),
-            exclude=as_patterns(exclude),
+            include=as_patterns(include, "include"),
+            exclude=as_patterns(exclude, "exclude"),
             on_missing=on_missing,
             max_grad_norm=max_grad_norm,
             power=power,
@@ -177,7 +177,9 @@ def param_groups(
     its own learning rate; norms and embeddings, which are no matrices, are among the rest. Further
     keywords are options of the other group, for example ``momentum=0.9``.
     """
-    selection = Selection(model, as_patterns(include), as_patterns(exclude), no_matrix)
+    selection = Selection(
+        model, as_patterns(include, "include"), as_patterns(exclude, "exclude"), no_matrix
+    )
     found = [p for layer in selection.layers for p in (layer.weight, layer.bias) if p is not None]
     chosen = list(dict.fromkeys(found))
     known = set(chosen)

@@ -94,9 +94,10 @@ def test_a_busy_port_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
             start("pass")
 
 
-def test_a_port_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "http")
-    with pytest.raises(UserError, match="MASTER_PORT='http' must be the number of a port"):
+@pytest.mark.parametrize("port", ["http", "99999"])
+def test_a_port_is_a_number(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UserError, match=f"MASTER_PORT='{port}' must be the number of a port"):
         start("pass")
 
 

@@ -145,8 +145,28 @@ def test_a_table_is_a_schedule_over_epochs() -> None:
         ({"start": 1, "factr": 2, "epochs": []}, "unknown key 'factr'.*did you mean 'factor'"),
         ({"start": 1, "factor": 2}, "is no schedule"),
         ({"start": "a", "factor": 2, "epochs": [1]}, "is no schedule"),
+        ({"start": 1, "factor": 2, "epochs": "12"}, "is no schedule"),
+        (
+            {"start": -1.0, "factor": 0.5, "epochs": [1]},
+            "at the start: damping=-1.0 must be a posit",
+        ),
+        ({"start": 1.0, "factor": 0.0, "epochs": [1]}, "after 1 of its epochs: damping=0.0 must"),
+        ({"start": 1.0, "factor": 1e200, "epochs": [1, 2]}, "after 2 of its epochs: damping=inf"),
     ],
 )
 def test_a_broken_schedule_is_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         as_callable("damping", table, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("decay", {"start": 0.9, "factor": 2.0, "epochs": [0.1]}),
+        ("factor_every", {"start": 10, "factor": -1.0, "epochs": [1]}),
+        ("refresh_every", {"start": 10, "factor": 0.0, "epochs": [1, 2]}),
+    ],
+)
+def test_every_value_of_a_schedule_is_checked_at_once(name: str, table: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"the schedule of {name} .* after 1 of its epochs"):
+        as_callable(name, table, 10)

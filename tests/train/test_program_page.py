@@ -7,10 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from kronfac.cli import _parser
 from kronfac.train.options import KEYS, KFAC_KEYS
+from kronfac.train.ranks import Ranks
 from kronfac.train.recipe import DataPart, Recipe, SchedulePart, TrainPart
+from kronfac.train.recipe_files import load
+from kronfac.train.setup import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "program.md").read_text(encoding="utf-8")
 
@@ -30,6 +34,16 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command: str) -> None:
     _parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_the_run_that_is_shown_is_that_of_the_recipe() -> None:
+    job = load("digits").job()
+    setup = prepare(job, Ranks(), torch.device("cpu"), None)
+    count = sum(p.numel() for p in setup.plain.parameters())
+    train = job.train
+    assert f"kfac, seed 0: {count:,} parameters, {setup.steps} steps of {train.batch} sa" in PAGE
+    assert f"done: {setup.steps} steps in" in PAGE
+    assert f"target {train.target:.2%} reached" in PAGE
 
 
 def test_the_recipe_is_one() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from kronfac.train.errors import UserError
 from kronfac.train.events import read
+from kronfac.train.folder import free_path
 from kronfac.train.ranks import Ranks
 from kronfac.train.run import train
 from tests.distributed.ranks import run
@@ -64,10 +65,12 @@ def _restore() -> None:
         stepping.Stepper.take = real  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
-def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str) -> None:
-    alone = train(small.recipe(train__mixup=0.4, **PLAIN), optimizer)
-    changes = {"train__mixup": 0.4, **PLAIN}
+@pytest.mark.parametrize(
+    ("optimizer", "fisher"), [("sgd", "empirical"), ("kfac", "empirical"), ("kfac", "exact")]
+)
+def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str, fisher: str) -> None:
+    changes = {"train__mixup": 0.4, "optimizers__kfac__fisher": fisher, **PLAIN}
+    alone = train(small.recipe(**changes), optimizer)
     both = run(2, run_whole, str(tmp_path / "run"), optimizer, changes)
     assert both[0] == both[1]
     assert both[0][0] == pytest.approx(alone.loss, rel=1e-3)
@@ -78,6 +81,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, optimizer: str) -> No
 @pytest.mark.parametrize("hit", [0, 1])
 def test_two_ranks_stop_together_and_resume_with_the_same_bits(tmp_path: Path, hit: int) -> None:
     changes = {"train__mixup": 0.4, "optimizers__kfac__distribute": "comm-opt"}
+    changes["optimizers__kfac__fisher"] = "mc"  # each rank draws labels of its own
     whole = run(2, run_whole, str(tmp_path / "whole"), "kfac", changes)
     parts = run(2, run_parts, str(tmp_path / "part"), "kfac", changes, hit)
     assert parts[0] == parts[1]
@@ -117,6 +121,20 @@ def test_a_full_disk_is_told_on_all_ranks(tmp_path: Path) -> None:
     said = run(2, fill_disk, str(tmp_path / "run"))
     assert said[0] == said[1]
     assert "the disk is full" in said[0]
+
+
+def name_too_long(rank: int, out: str) -> str:
+    try:
+        Ranks().on_first(lambda: free_path(Path(out), "run"))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_the_system_says_about_a_path_is_told_on_all_ranks() -> None:
+    said = run(2, name_too_long, "a" * 300)
+    assert said[0] == said[1]
+    assert said[0].endswith("aaa/run cannot be used: File name too long.")
 
 
 def lose_numbers(rank: int, out: str) -> tuple[str, int]:

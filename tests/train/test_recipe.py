@@ -60,6 +60,7 @@ def test_a_recipe_survives_its_own_dictionary(name: str) -> None:
         ("train.target", 70, "train.target = 70.0 must be an accuracy"),
         ("train.seed", 2**32, "train.seed = 4294967296 must be at most 4294967295"),
         ("schedule.warmup_share", 1.0, "schedule.warmup_share = 1.0 must be in"),
+        ("schedule.warmup", -1, "schedule.warmup = -1.0 must be 0 epochs or more"),
         ("data.holdout", 0, "data.holdout = 0 must be at least 1"),
         ("train.label_smoothing", 1.0, "train.label_smoothing = 1.0"),
         ("train.precision", "half", "train.precision = 'half' is not supported"),
@@ -73,6 +74,14 @@ def test_what_is_wrong_is_said_in_one_sentence(key: str, value: Any, words: str)
     with pytest.raises(UserError, match=words) as caught:
         small.recipe(**{key: value})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("part", "wrong"), [("train", "epoch"), ("schedule", "warm")])
+def test_a_key_is_looked_for_where_it_was_set(part: str, wrong: str) -> None:
+    """Also if an optimizer has changes of its own in that part."""
+    changes = {f"optimizers.sgd.{part}": {"seed": 1} if part == "train" else {"shape": "linear"}}
+    with pytest.raises(UserError, match=rf"unknown key '{wrong}' in \[{part}\]"):
+        small.recipe(**changes, **{f"{part}.{wrong}": 3})
 
 
 def test_momentum_of_the_rest_is_no_option_of_adamw() -> None:
@@ -158,6 +167,19 @@ def test_a_file_may_not_say_both(first: str, words: str) -> None:
 def test_a_value_in_the_place_of_a_table_is_refused_whatever_follows(key: str) -> None:
     with pytest.raises(UserError, match="must be a table"):
         recipe_files.change(small.recipe(), [f"{key}=3", "train.log_every=5"])
+
+
+@pytest.mark.parametrize("name_first", [True, False])
+def test_another_model_or_data_set_starts_its_table_anew(name_first: bool) -> None:
+    changes = ["model.name=mlp", "model.hidden=[8]", "data.name=mnist", "data.test=9"]
+    changed = recipe_files.change(small.recipe(), changes if name_first else changes[::-1])
+    assert changed.to_dict()["model"] == {"name": "mlp", "hidden": [8]}
+    assert changed.to_dict()["data"] == {"name": "mnist", "test": 9}
+
+
+def test_the_same_name_changes_nothing() -> None:
+    names = ["model.name=cnn", "data.name=digits"]
+    assert recipe_files.change(small.recipe(), names) == small.recipe()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A run in one process: its result, its folder, its events, and how it goes on."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from torch import nn
 from kronfac.train import disk, models
 from kronfac.train.errors import UserError
 from kronfac.train.events import read
+from kronfac.train.recipe_files import change
 from kronfac.train.run import train
 from tests.train import small
 from tests.train.small import Events, at_step
@@ -89,6 +91,26 @@ def test_options_of_training_work(optimizer: str, changes: dict[str, Any]) -> No
         assert changed.loss != plain.loss
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__mixup": 0.4},
+        {"train__micro_batches": 2},
+        {"train__precision": "bfloat16"},
+        {"optimizers__kfac__other": "adamw", "optimizers__kfac__nesterov": False},
+    ],
+)
+@pytest.mark.parametrize("fisher", ["mc", "exact", "forward"])
+def test_every_fisher_trains(fisher: str, changes: dict[str, Any]) -> None:
+    plain = train(small.recipe(train__steps=4, **changes), "kfac")
+    changes = {"optimizers__kfac__fisher": fisher, **changes}
+    changed = train(small.recipe(train__steps=4, **changes), "kfac")
+    assert changed.status == "done"
+    assert changed.stats["factor_updates"] == plain.stats["factor_updates"] > 0
+    assert changed.loss != plain.loss
+
+
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_numbers() -> None:
     """For one optimizer after the other, in one process."""
@@ -108,9 +130,26 @@ def test_text_is_measured_by_its_loss(tmp_path: Path) -> None:
         schedule={"shape": "constant"},
     )
     result = train(recipe, "kfac")
+    assert train(change(recipe, {"optimizers.kfac.fisher": "mc"}), "kfac").loss != result.loss
     assert result.accuracy is None
     assert result.loss is not None
     assert result.target is not None
+
+
+@pytest.mark.parametrize("holdout", [None, 16])
+def test_the_text_is_known_by_its_checksum(tmp_path: Path, holdout: int | None) -> None:
+    content = bytes(range(64)) * 100
+    (tmp_path / "text").write_bytes(content)
+    recipe = small.recipe(
+        model={"name": "gpt", "dim": 16, "depth": 1, "heads": 2},
+        data={"name": "text", "path": str(tmp_path / "text"), "length": 16, "size": 6000},
+        train={"batch": 16, "steps": 1},
+        schedule={"shape": "constant"},
+        **({} if holdout is None else {"data.holdout": holdout}),
+    )
+    train(recipe, "sgd", out=tmp_path / "run")
+    around = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert around["data_sha256"] == hashlib.sha256(content[:6000]).hexdigest()
 
 
 def test_a_target_is_recorded_and_may_end_the_run() -> None:
@@ -561,6 +600,11 @@ def test_warnings_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model__name": "resent20"}, "unknown model 'resent20'"),
         ({"data__name": "digit"}, "unknown data set 'digit'"),
         ({"optimizers__kfac__damping": -1.0}, "damping=-1.0 must be a positive"),
+        ({"optimizers__kfac__include": [1]}, "include holds 1; give name patterns such as"),
+        (
+            {"optimizers__kfac__rescale": "quadratic"},
+            "rescale = 'quadratic' runs each batch several",
+        ),
     ],
 )
 def test_values_that_cannot_be_used_are_one_sentence(changes: dict[str, Any], words: str) -> None:

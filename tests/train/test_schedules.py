@@ -74,8 +74,8 @@ def test_milestones_count_from_the_beginning_of_training() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("cosin", {}, "Did you mean 'cosine'"),
-    ("wave", {}, "constant, linear, cosine, polynomial, steps"),
+    ("cosin", {}, "shape='cosin' is unknown; did you mean 'cosine'"),
+    ("wave", {}, "constant, cosine, linear, polynomial, steps"),
     ("cosine", {"milestones": [3]}, "milestones"),
     ("polynomial", {"power": 0}, "power=0"),
     ("polynomial", {"start": 5, "end": 5}, "start=5"),
@@ -154,7 +154,7 @@ def test_a_changed_momentum_of_k_fac_acts_at_the_next_step() -> None:
     model = mlp()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     # So large a damping leaves the direction as it is, and graft its length.
-    optimizer = kronfac.KFAC(model, base, momentum=0.9, damping=1e8)
+    optimizer = kronfac.KFAC(model, base, momentum=0.9, damping=1e8, rescale="graft")
     buffers = [torch.zeros_like(p) for p in model.parameters()]
     for number, momentum in enumerate((0.9, 0.5, 0.0)):
         optimizer.momentum = momentum

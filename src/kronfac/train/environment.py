@@ -13,8 +13,8 @@ from kronfac.optimizer import version
 from kronfac.train.ranks import Ranks
 
 
-def describe(ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """Versions and the machine."""
+def describe(ranks: Ranks, device: torch.device, source: object) -> dict[str, Any]:
+    """Versions, the machine, and data that may be other there: published sets have known checksums."""
     return {
         "kronfac": version("kronfac"),
         "torch": str(torch.__version__),
@@ -26,6 +26,7 @@ def describe(ranks: Ranks, device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "world": ranks.size,
+        "data_sha256": getattr(source, "sha256", None),
     }
 
 

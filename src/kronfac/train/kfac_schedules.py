@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kronfac.config import check_fraction, check_positive
 from kronfac.stale import StaleInterval
 from kronfac.train.errors import UserError
 from kronfac.train.hints import advice
@@ -27,8 +29,15 @@ class Steps:
     def __call__(self, step: int) -> Any:
         """The value at a step."""
         passed = sum(step >= epoch * self.steps_per_epoch for epoch in self.epochs)
-        value = self.start * self.factor**passed
+        value = self.after(passed)
         return max(1, round(value)) if self.whole else value
+
+    def after(self, passed: int) -> float:
+        """The value after so many of the epochs, not rounded."""
+        try:
+            return self.start * self.factor**passed
+        except OverflowError:
+            return math.inf
 
 
 def as_callable(
@@ -49,14 +58,37 @@ def as_callable(
         if key not in known:
             raise UserError(f"unknown key {key!r} in the schedule of {name}; {advice(key, known)}")
     try:
-        epochs = tuple(float(epoch) for epoch in value["epochs"])
-        start, factor = float(value["start"]), float(value["factor"])
-    except (KeyError, TypeError, ValueError) as error:
+        start, factor, *epochs = (_number(one) for one in _numbers(value))
+    except (KeyError, TypeError) as error:
         raise UserError(
             f"{name} = {dict(value)!r} is no schedule; it must look like "
             "{ start = 0.001, factor = 0.5, epochs = [25, 35] }."
         ) from error
-    return Steps(start, factor, epochs, steps_per_epoch, SCHEDULED.get(name, False))
+    steps = Steps(start, factor, tuple(epochs), steps_per_epoch, SCHEDULED.get(name, False))
+    _check_values(name, steps)
+    return steps
+
+
+def _numbers(table: Mapping[str, Any]) -> list[Any]:
+    return [table["start"], table["factor"], *table["epochs"]]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _check_values(name: str, steps: Steps) -> None:
+    """What a schedule comes to is told before the run, not in the middle of it."""
+    check = check_fraction if name == "decay" else check_positive
+    for passed in range(len(steps.epochs) + 1):
+        when = f"after {passed} of its epochs" if passed else "at the start"
+        try:
+            check(name, steps.after(passed))
+        except ValueError as error:
+            table = f"start = {steps.start:g}, factor = {steps.factor:g}"
+            raise UserError(f"the schedule of {name} ({table}) {when}: {error}") from error
 
 
 def _stale(name: str, value: Any) -> StaleInterval:

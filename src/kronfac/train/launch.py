@@ -22,7 +22,7 @@ from kronfac.train.group import LAUNCHED
 DONE, FAILED, WRONG, LOST = 0, 1, 2, 3
 #: Seconds that ranks have left once one of them has ended badly.
 GRACE = 20.0
-
+_LAST_PORT = 65_535
 
 #: What every rank runs.
 PROGRAM = (sys.executable, "-m", "kronfac")
@@ -153,8 +153,10 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 def _port() -> int:
     """A free port of this machine, or the one that MASTER_PORT names."""
     wanted = os.environ.get("MASTER_PORT", "0")
-    if not wanted.isdecimal():
-        raise UserError(f"MASTER_PORT={wanted!r} must be the number of a port.")
+    if not wanted.isdecimal() or int(wanted) > _LAST_PORT:
+        raise UserError(
+            f"MASTER_PORT={wanted!r} must be the number of a port, at most {_LAST_PORT}."
+        )
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", int(wanted)))

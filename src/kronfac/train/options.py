@@ -88,6 +88,11 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}.base = {base!r} is not supported; {advice(str(base), BASES)}")
     if kind == "kfac":
         _check_other(options, where)
+        if options.get("rescale") == "quadratic":
+            raise UserError(
+                f"{where}.rescale = 'quadratic' runs each batch several times, which recipes cannot; "
+                "choose another one, 'unit' for example."
+            )
         for key in options:
             own = [name for name, keys in BASES.items() if key in keys]
             if own and base not in own and key not in KFAC_KEYS:

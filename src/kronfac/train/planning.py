@@ -11,12 +11,12 @@ import torch
 
 from kronfac.distributed.units import Compute, Link
 from kronfac.distributed.workload import unit_of
+from kronfac.optimizer import Preconditioned
 from kronfac.planner.choose import choose
+from kronfac.train import data, models, optimizers
 from kronfac.train.errors import UserError
 from kronfac.train.pair import kfac_of
-from kronfac.train.ranks import current
-from kronfac.train.recipe import Recipe
-from kronfac.train.setup import prepare
+from kronfac.train.recipe import Job, Recipe
 
 #: Width of the matrices that measure the speed of this machine.
 _WIDTH = 256
@@ -32,7 +32,7 @@ def plan(
         ranks: how many.
         gbit: gigabits per second between two of them.
         latency: microseconds of a message.
-        data_dir: where data sets are.
+        data_dir: where data sets are; of an image folder that is there the classes are counted.
     """
     if ranks < 2:
         raise UserError(f"--ranks {ranks} must be at least 2.")
@@ -43,10 +43,9 @@ def plan(
     name = next((one.name for one in recipe.optimizers.values() if one.kind == "kfac"), None)
     if name is None:
         raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
-    setup = prepare(recipe.job(name), current(), torch.device("cpu"), data_dir)
-    kfac = kfac_of(setup.optimizer)
-    assert kfac is not None
-    ours = kfac._preconditioner
+    job = recipe.job(name)
+    form = data.form(job.data.name, data_dir, **job.data.options)
+    ours = _kfac(job, form)._preconditioner
     units = [
         unit_of(full, state, True, full)
         for state in ours.layers.values()
@@ -63,7 +62,22 @@ def plan(
             f"{one.scheme:<16}{one.total * 1e3:>9.2f}{rare / 1e6:>12.2f}"
             f"{often / 1e6:>9.2f}{one.memory / 1e6:>9.2f}"
         )
-    return [*lines, "K-FAC's own part of a step on ranks as fast as this machine, best first."]
+    lines.append("K-FAC's own part of a step on ranks as fast as this machine, best first.")
+    return [*lines, form.note] if form.note else lines
+
+
+def _kfac(job: Job, form: data.Form) -> Preconditioned:
+    """The optimizer of a job; it needs the shapes of the data and not the data."""
+    model = models.build(
+        job.model.name,
+        num_classes=form.num_classes,
+        sample_shape=form.sample_shape,
+        **job.model.options,
+    )
+    # Only what holds at the first step is asked for, so that the length of an epoch does not matter.
+    optimizer = kfac_of(optimizers.build(job.optimizer, model, steps_per_epoch=1, kind=form.kind))
+    assert optimizer is not None
+    return optimizer
 
 
 def measure(repeat: int = 3) -> Compute:

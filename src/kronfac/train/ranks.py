@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kronfac.train.errors import UserError
+from kronfac.train.errors import UserError, of_a_file
 
 _joined: tuple[Any, Ranks] | None = None
 
@@ -102,6 +102,8 @@ class Ranks:
                 box[0] = work()
             except UserError as error:
                 box[1] = str(error)
+            except OSError as error:
+                box[1] = str(of_a_file(error))
         dist.broadcast_object_list(box, src=0, group=self._flags)
         if box[1] is not None:
             raise UserError(box[1])

@@ -158,6 +158,8 @@ class SchedulePart:
     tied_momentum: bool = False
 
     def __post_init__(self) -> None:
+        if not 0 <= self.warmup < math.inf:
+            raise UserError(f"schedule.warmup = {self.warmup} must be 0 epochs or more.")
         if not 0 <= self.warmup_share < 1:
             raise UserError(f"schedule.warmup_share = {self.warmup_share} must be in [0, 1).")
         if self.warmup and self.warmup_share:
@@ -199,6 +201,7 @@ class Recipe:
                 raise UserError(f"unknown key {key!r} in recipe {name!r}; {hint}")
         parts = {key: _table(content, key, name) for key in ("model", "data", "train", "schedule")}
         train, schedule = parts["train"], parts["schedule"]
+        common = fill(TrainPart, train, "train"), fill(SchedulePart, schedule, "schedule")
         optimizers = {
             one: _optimizer(one, _table(table, one, f"{name}, [optimizers]"), train, schedule)
             for table in [_table(content, "optimizers", name)]
@@ -214,8 +217,8 @@ class Recipe:
             optimizer=default,
             model=fill(ModelPart, parts["model"], "model"),
             data=fill(DataPart, parts["data"], "data"),
-            train=fill(TrainPart, train, "train"),
-            schedule=fill(SchedulePart, schedule, "schedule"),
+            train=common[0],
+            schedule=common[1],
             optimizers=optimizers,
         )
         recipe.check_optimizer(default)

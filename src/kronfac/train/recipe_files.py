@@ -13,6 +13,8 @@ from kronfac.train.hints import nearest
 from kronfac.train.recipe import EXCLUSIVE, SHORT, Recipe
 
 FOLDER = Path(__file__).parent / "recipes"
+#: Changes that come before all others, because what else is in these tables depends on them.
+_FIRST = {"model": 0, "data": 0, "model.name": 1, "data.name": 1}
 
 
 def shipped() -> dict[str, Path]:
@@ -58,13 +60,16 @@ def load(name: str, changes: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
 
 
 def change(recipe: Recipe, changes: Iterable[str] | Mapping[str, Any]) -> Recipe:
-    """A recipe with some values set, by dotted keys: texts ``"key=value"``, or a mapping."""
+    """A recipe with some values set, by dotted keys: texts ``"key=value"``, or a mapping.
+
+    Another ``model.name`` or ``data.name`` leaves nothing of its table but what is among the changes.
+    """
     if not isinstance(changes, Mapping):
         pairs = [parse(text) for text in changes]
     else:
         pairs = list(changes.items())
     content = copy.deepcopy(recipe.to_dict())
-    for key, value in pairs:
+    for key, value in sorted(pairs, key=lambda pair: _FIRST.get(pair[0], 2)):
         _set(content, key, value)
     return Recipe.from_dict(recipe.name, content)
 
@@ -93,6 +98,8 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
     if len(tables) == 2 and tables[0] == "optimizers" and last in SHORT:
         _set(content, f"{key.removesuffix(last)}train.{last}", value)
         return
+    if key in ("model.name", "data.name") and place.get(last) != value:
+        place.clear()  # options of another model or data set
     place[last] = value
     if last in EXCLUSIVE and value is not None:
         place.pop(EXCLUSIVE[last], None)

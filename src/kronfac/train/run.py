@@ -132,10 +132,11 @@ class _Run:
         assert self.folder is not None
         setup, folder = self.setup, self.folder
         if new:
+            around = environment.describe(setup.ranks, setup.device, setup.source)
             folder.create(
                 {
                     "config.json": as_json(config),
-                    "environment.json": as_json(environment.describe(setup.ranks, setup.device)),
+                    "environment.json": as_json(around),
                     "summary.txt": _summary(setup) + "\n",
                 }
             )

@@ -7,7 +7,6 @@ first step of a warm-up nor the last step of a decay without effect.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from kronfac.train.errors import UserError
+from kronfac.train.hints import advice
 from kronfac.train.pair import kfac_of
 
 
@@ -163,11 +163,7 @@ def build(
         gamma: factor of one step down; 0.1 by default.
     """
     if kind not in _SHAPES:
-        close = difflib.get_close_matches(str(kind), NAMES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UserError(
-            f"schedule shape={kind!r} is unknown; choose one of {', '.join(NAMES)}.{hint}"
-        )
+        raise UserError(f"schedule shape={kind!r} is unknown; {advice(kind, NAMES)}")
     known = [field.name for field in fields(_SHAPES[kind])]
     own = {"start": start, "end": end, "power": power, "gamma": gamma}
     own["milestones"] = None if milestones is None else tuple(milestones)  # type: ignore[assignment]

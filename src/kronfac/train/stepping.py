@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kronfac.train.clock import TrainingClock
 from kronfac.train.mixup import RunningMixup
+from kronfac.train.pair import kfac_of
 from kronfac.train.schedules import TiedMomentum
 from kronfac.train.setup import Setup
 from kronfac.train.weight_rescaling import WeightRescaling
@@ -26,6 +27,10 @@ class Stepper:
         train = setup.job.train
         self.mixup = _mixup(setup) if train.mixup else None
         self._rescaling = WeightRescaling(setup.plain) if train.weight_rescaling else None
+        kfac = kfac_of(setup.optimizer)
+        sampled = kfac is not None and kfac._preconditioner.options.sampled
+        self._observes = kfac if sampled else None
+        self._labels = torch.Generator(setup.device)
         self._momentum: TiedMomentum | None = None
         if setup.job.schedule.tied_momentum:
             self._momentum = TiedMomentum(setup.optimizer)  # type: ignore[arg-type]
@@ -52,7 +57,9 @@ class Stepper:
     def _seed(self, step: int) -> None:
         """Random numbers of a step depend on nothing that came before: resuming needs no state."""
         job, ranks = self.setup.job, self.setup.ranks
-        torch.manual_seed((job.seed * 1_000_003 + step) * 1_009 + ranks.rank)
+        seed = (job.seed * 1_000_003 + step) * 1_009 + ranks.rank
+        torch.manual_seed(seed)
+        self._labels.manual_seed(-1 - seed)  # others than those of dropout
 
     def _set_rates(self, step: int) -> None:
         factor = self.setup.rate((step + 0.5) / self.setup.steps_per_epoch)
@@ -80,14 +87,17 @@ class Stepper:
         return nullcontext()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The training loss of some samples."""
+        """The training loss of some samples; K-FAC draws labels of its own if its Fisher wants them."""
         train = self.setup.job.train
         if train.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         half = train.precision == "bfloat16"
         with torch.autocast(self.setup.device.type, torch.bfloat16, enabled=half):
             outputs = self.setup.model(inputs)
-            return cross_entropy(outputs, targets, train.label_smoothing)
+            loss = cross_entropy(outputs, targets, train.label_smoothing)
+        if self._observes is not None:
+            self._observes.observe(outputs, "categorical", generator=self._labels)
+        return loss
 
 
 def _mixup(setup: Setup) -> RunningMixup:

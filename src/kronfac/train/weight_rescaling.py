@@ -44,7 +44,7 @@ class WeightRescaling:
     ) -> None:
         self.weights: list[Tensor] = []
         self.norms: list[float] = []
-        taken, left = as_patterns(include), as_patterns(exclude)
+        taken, left = as_patterns(include, "include"), as_patterns(exclude, "exclude")
         for name, module in unwrap(model).named_modules():
             plain = plain_name(name)
             chosen = matches(plain, module, taken) and not matches(plain, module, left)

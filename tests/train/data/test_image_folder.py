@@ -1,5 +1,6 @@
 """Folders of images, decoded when they are wanted."""
 
+import shutil
 import sys
 
 import pytest
@@ -152,6 +153,37 @@ def test_a_folder_without_images_is_named(tmp_path):
     (tmp_path / "test").mkdir()
     with pytest.raises(UserError, match="train holds no images in folders of classes"):
         data.load("image-folder", path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("val", r"val holds no images of 1 of the classes in .*train: dog; both folders"),
+        ("train", r"train holds no images of 1 of the classes in .*val: dog; both folders"),
+    ],
+)
+def test_a_class_that_one_part_lacks_is_named(folder, part, words):
+    for file in (folder / part / "dog").iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match=words):
+        data.load("image-folder", path=folder, size=16)
+    (folder / part / "dog").rmdir()
+    with pytest.raises(UserError, match=words):
+        data.load("image-folder", path=folder, size=16)
+
+
+def test_of_many_such_classes_the_first_are_named(folder):
+    for number in range(5):
+        shutil.copytree(folder / "train" / "cat", folder / "train" / f"cat{number}")
+    with pytest.raises(
+        UserError, match=r"no images of 5 of the .*: cat0, cat1, cat2, \.\.\.; both"
+    ):
+        data.load("image-folder", path=folder, size=16)
+
+
+def test_a_folder_without_images_is_no_class(folder):
+    (folder / "train" / ".cache").mkdir()
+    assert data.load("image-folder", path=folder, size=16).classes == ["cat", "dog", "eel"]
 
 
 def test_without_pillow_one_sentence_says_how_to_get_it(folder, monkeypatch):

@@ -111,6 +111,7 @@ def test_what_cannot_be_built_is_refused(name, options, sentence):
         models.build(name, **IMAGES, **options)
 
 
-def test_image_models_refuse_text():
-    with pytest.raises(UserError, match=r"resnet20 wants images, samples of \[C, H, W\]"):
-        models.build("resnet20", **TEXT)
+@pytest.mark.parametrize("name", ["resnet20", "mlp"])
+def test_image_models_refuse_text(name):
+    with pytest.raises(UserError, match=rf"{name} wants images, samples of \[C, H, W\]"):
+        models.build(name, **TEXT)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kronfac.train.data import cifar, digits, download, idx, image_folder, text
+from kronfac.train.data import cifar, digits, download, forms, idx, image_folder, text
 from kronfac.train.data.augment import Augmentation, Crop, Flip, augmentation
 from kronfac.train.data.batches import Batches
 from kronfac.train.data.files import FileSet, data_directory
+from kronfac.train.data.forms import Form
 from kronfac.train.data.holdout import HeldOut, hold_out
 from kronfac.train.data.source import ImageArrays, Source
 from kronfac.train.data.subset import subset
@@ -22,11 +23,13 @@ __all__ = [
     "Batches",
     "Crop",
     "Flip",
+    "Form",
     "HeldOut",
     "Source",
     "augmentation",
     "data_directory",
     "fetch",
+    "form",
     "hold_out",
     "load",
 ]
@@ -62,16 +65,23 @@ def load(
             ``"text"`` (path, by default Python's own library; length, size). A path is looked for
             here and then in the data directory.
     """
-    _check_name(name)
+    _check(name, options)
     if name in _GIVEN:
-        make = _GIVEN[name]
-        _check_options(name, options, tuple(inspect.signature(make).parameters)[:-2])
-        return make(**_with_path(name, options, data_dir), train=train, test=test)
-    _check_options(name, options, ())
+        return _GIVEN[name](**_with_path(name, options, data_dir), train=train, test=test)
     source = digits.read() if name == "digits" else _PUBLISHED[name][1](_locate(name, data_dir))
     return source.reduced(
         subset("train", source.train.labels, train), subset("test", source.test.labels, test)
     )
+
+
+def form(name: str, data_dir: Path | None = None, **options: Any) -> Form:
+    """What the samples of ``load(name, data_dir, **options)`` look like; no file is opened."""
+    _check(name, options)
+    if name == "text":
+        return forms.of_text(**_only(options, "length"))
+    if name == "image-folder":
+        return forms.of_image_folder(**_only(_with_path(name, options, data_dir), "path", "size"))
+    return forms.PUBLISHED[name]
 
 
 def fetch(name: str, data_dir: Path | None = None) -> Path:
@@ -108,7 +118,14 @@ def _check_name(name: str) -> None:
         raise UserError(f"unknown data set {name!r}; there are {', '.join(NAMES)}")
 
 
-def _check_options(name: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
+def _only(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}
+
+
+def _check(name: str, options: dict[str, Any]) -> None:
+    _check_name(name)
+    given = tuple(inspect.signature(_GIVEN[name]).parameters) if name in _GIVEN else ()
+    known = given[:-2]  # without train and test, which all have
     for option in options:
         if option not in known:
             has = f"has {', '.join(known)}" if known else "has no options but train and test"

@@ -39,6 +39,7 @@ class HeldOut:
         self.sample_shape = source.sample_shape
         self.num_train = source.num_train - count
         self.num_test = count
+        self.sha256: str | None = getattr(source, "sha256", None)
         self._order: Tensor | None = None
         if getattr(source, "by_class", False):
             generator = torch.Generator().manual_seed(_SEED)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp"}
+#: Pixels of a side.
+DEFAULT_SIZE = 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -129,7 +132,7 @@ def _resized(image: Image, box: Box, size: int) -> bytes:
 
 def read(
     path: Path,
-    size: int = 224,
+    size: int = DEFAULT_SIZE,
     crop: str = "random",
     workers: int | None = None,
     train: int | None = None,
@@ -139,29 +142,51 @@ def read(
     _check(size, crop, workers)
     train_folder = _first_folder(path, ("train",))
     test_folder = _first_folder(path, ("val", "test"))
-    classes = sorted(folder.name for folder in train_folder.iterdir() if folder.is_dir())
-    parts = _scan(train_folder, classes), _scan(test_folder, classes)
+    found = _scan(train_folder), _scan(test_folder)
+    _check_same_classes(train_folder, found[0], test_folder, found[1])
+    parts = _part(found[0]), _part(found[1])
     return ImageFolder(
         parts[0].select(subset("train", parts[0].labels, train)),
         parts[1].select(subset("test", parts[1].labels, test)),
-        classes,
+        list(found[0]),
         size=size,
         crop=crop,
         workers=workers or min(8, os.cpu_count() or 1),
     )
 
 
-def _scan(folder: Path, classes: list[str]) -> FolderPart:
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        inside = (folder / name).rglob("*") if (folder / name).is_dir() else ()
-        found = sorted(file for file in inside if file.suffix.lower() in SUFFIXES)
-        files += found
-        labels += [label] * len(found)
-    if not files:
+def _scan(folder: Path) -> dict[str, list[Path]]:
+    """The images of each class, both in the order of their names; a folder without any is no class."""
+    found: dict[str, list[Path]] = {}
+    for place in sorted(place for place in folder.iterdir() if place.is_dir()):
+        images = sorted(file for file in place.rglob("*") if file.suffix.lower() in SUFFIXES)
+        if images:
+            found[place.name] = images
+    if not found:
         raise UserError(f"{folder} holds no images in folders of classes ({folder}/CLASS/*.jpeg)")
-    return FolderPart(files, torch.tensor(labels))
+    return found
+
+
+def _check_same_classes(
+    train: Path, in_train: Mapping[str, Any], test: Path, in_test: Mapping[str, Any]
+) -> None:
+    """Refuse classes that could not be learned, or not be tested."""
+    for here, other, more, fewer in (
+        (train, test, in_train, in_test),
+        (test, train, in_test, in_train),
+    ):
+        if missing := [name for name in more if name not in fewer]:
+            first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise UserError(
+                f"{other} holds no images of {len(missing)} of the classes in {here}: {first}; both "
+                "folders must hold the same classes"
+            )
+
+
+def _part(found: Mapping[str, list[Path]]) -> FolderPart:
+    counts = torch.tensor([len(files) for files in found.values()])
+    labels = torch.arange(len(found)).repeat_interleave(counts)
+    return FolderPart([file for files in found.values() for file in files], labels)
 
 
 def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
@@ -174,9 +199,14 @@ def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
     )
 
 
-def _check(size: int, crop: str, workers: int | None) -> None:
+def check_size(size: int) -> None:
+    """Raise unless images can have so many pixels on each side."""
     if not isinstance(size, int) or size < 1:
         raise UserError(f"data.size = {size!r} is not a number of pixels; give 1 or more")
+
+
+def _check(size: int, crop: str, workers: int | None) -> None:
+    check_size(size)
     if crop not in ("random", "center"):
         raise UserError(f"data.crop = {crop!r} is unknown; there are 'random' and 'center'")
     if workers is not None and (not isinstance(workers, int) or workers < 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from kronfac.train.data.subset import check_size
 from kronfac.train.errors import UserError
 
 DEFAULT_SIZE = 4_000_000
+DEFAULT_LENGTH = 128
 #: Neighbouring windows that stay in one part.
 _RUN = 64
 _SEED = 20151219  # any fixed number: parts must be the same in every run
@@ -34,8 +36,7 @@ class Text:
     def __init__(
         self, content: bytes, length: int, train: int | None = None, test: int | None = None
     ) -> None:
-        if not isinstance(length, int) or length < 1:
-            raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
+        check_length(length)
         count = max(0, len(content) - 1) // length
         if count < 10:
             raise UserError(
@@ -43,6 +44,8 @@ class Text:
                 "bytes, and 10 are needed; give more text or a smaller data.length"
             )
         self.sample_shape: tuple[int, ...] = (length,)
+        #: Of the text: another machine, or another Python, may have another one.
+        self.sha256 = hashlib.sha256(content).hexdigest()
         self._content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         tested = torch.arange(count) // min(_RUN, count // 10) % 10 == 9
         self._train = _shuffled("train", (~tested).nonzero()[:, 0], train)
@@ -64,9 +67,15 @@ class Text:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+def check_length(length: int) -> None:
+    """Raise unless a window can have so many bytes."""
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
+
+
 def read(
     path: Path | None = None,
-    length: int = 128,
+    length: int = DEFAULT_LENGTH,
     size: int = DEFAULT_SIZE,
     train: int | None = None,
     test: int | None = None,

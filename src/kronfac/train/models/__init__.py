@@ -74,7 +74,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:
-    wanted = {"gpt": 1, "mlp": len(sample_shape)}.get(name, 3)
+    wanted = 1 if name == "gpt" else 3
     if len(sample_shape) != wanted:
         kind = "text, samples of [S]" if wanted == 1 else "images, samples of [C, H, W]"
         raise UserError(f"{name} wants {kind}, but this data has samples of {list(sample_shape)}")
