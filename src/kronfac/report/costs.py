@@ -111,6 +111,7 @@ def memory_use(chapter: Chapter) -> Section:
     if not rows:
         return "Memory", paragraph("No memory was recorded.")
     said = (
-        "Peak of the process on rank 0, median over runs: model, data and PyTorch itself included."
+        "Peak of the process on rank 0 during a run, median over runs: model, data and PyTorch itself "
+        "included."
     )
     return "Memory", join([paragraph(said), bars.plain_bars(rows, "Peak memory")])

@@ -19,6 +19,7 @@ from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder, as_json
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
+from kronfac.train.memory import forget_peak
 from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Job, Recipe
@@ -79,6 +80,7 @@ def train(
     folder = _folder(out, resume)
     loggers.check(log)
     ranks, where = current(), choose_device(device)
+    forget_peak(where)
     saved = ranks.on_first(lambda: _saved(folder, job)) if folder and resume else None
     with isolated(where, job.train.deterministic):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
