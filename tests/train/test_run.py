@@ -316,6 +316,38 @@ def test_events_go_on_where_they_were(tmp_path: Path) -> None:
     assert all(line.startswith("{") for line in (folder / "events.jsonl").read_text().splitlines())
 
 
+def test_counters_of_kfac_go_on_where_they_were(tmp_path: Path) -> None:
+    """Also if the run was killed after a step that no checkpoint knows, so that it is taken again."""
+
+    def kill() -> None:
+        raise RuntimeError("killed")
+
+    recipe = small.recipe(**{"optimizers.kfac.rescale": "kl-clip"})
+    whole = train(recipe)
+    stop = [at_step(3, interrupt())]
+    assert train(recipe, out=tmp_path / "run", listeners=stop).status == "stopped"
+    with pytest.raises(RuntimeError, match="killed"):
+        train(recipe, resume=tmp_path / "run", listeners=[at_step(9, kill)])
+    train(recipe, resume=tmp_path / "run")
+    stats = read(tmp_path / "run" / "events.jsonl")[-1]["stats"]
+    assert (stats["steps"], stats["kl_clip_steps"]) == (12, 12)
+    assert stats == whole.stats
+
+
+def test_the_share_of_clipped_steps_is_that_of_the_last_ones(tmp_path: Path) -> None:
+    """Steps are far too long up to the sixth and far too short later, before and after a resume."""
+    recipe = small.recipe(
+        train__log_every=2,
+        schedule={"shape": "steps", "milestones": [1.5], "gamma": 1e-12},
+        **{"optimizers.kfac.rescale": "kl-clip", "optimizers.kfac.kl_clip": 1e-9},
+    )
+    train(recipe, out=tmp_path / "run", listeners=[at_step(8, interrupt())])
+    train(recipe, resume=tmp_path / "run")
+    events = read(tmp_path / "run" / "events.jsonl")
+    shares = {event["step"]: event["kl_clip"] for event in events if event["event"] == "step"}
+    assert shares == {1: 1.0, 2: 1.0, 4: 1.0, 6: 1.0, 8: 0.0, 10: 0.0, 12: 0.0}
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run")
     before = small.weights(tmp_path / "run")

@@ -18,7 +18,7 @@ from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.recipe import Job
 from kronfac.train.result import Reached
 
-FORMAT = 1
+FORMAT = 2
 #: Keys of [train] that do not change the numbers, so that a resumed run may have others.
 _FREE = (
     "target",
@@ -55,6 +55,7 @@ def collect(loop: Loop) -> dict[str, Any]:
         "target": None if result.target is None else [result.target.step, result.target.seconds],
         "phases": dict(result.phases),
         "layers": {name: dict(seconds) for name, seconds in loop.clock.layers.items()},
+        "stats": loop.counters.total(),
     }
 
 
@@ -136,6 +137,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.result.target = None if content["target"] is None else Reached(*content["target"])
     loop.result.phases = dict(content["phases"])
     loop.clock.layers = content["layers"]
+    loop.counters.go_on(content["stats"])
 
 
 def _settle_buckets(loop: Loop, step: int) -> None:
