@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kronfac import report
+from kronfac.report import pictures
 from kronfac.train.errors import UserError
 from tests.report.made_up import evaluation, make_run, start, step, write_events
 
@@ -288,3 +289,17 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, compared: Path) -> None:
         report.write([compared], tmp_path / "file" / "out", png=False)
     with pytest.raises(UserError, match="cannot be written"):
         report.write([compared], tmp_path / "file", png=False)
+
+
+def test_other_models_are_not_compared(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "kfac", steps=200)
+    other = make_run(tmp_path / "runs", "sgd", steps=200)
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("resnet8", "mlp"))
+    found = page(tmp_path / "out", tmp_path / "runs", png=True)
+    assert found.text["h2"] == ["digits (model mlp)", "digits (model resnet8)"]
+    assert "than SGD" not in found.words
+    assert "Runs with another model, data set, batch or metric" in found.words
+    names = {path.name for path in (tmp_path / "out").glob("curves*")}
+    if pictures.available():
+        assert names == {"curves-digits-model-mlp.png", "curves-digits-model-resnet8.png"}

@@ -22,8 +22,12 @@ def headline(chapter: Chapter) -> str:
 
 
 def remarks(chapter: Chapter) -> list[str]:
-    """What the headline must not hide: another winner, misses, runs that failed or have no end."""
+    """What the headline must not hide: another winner, other tasks, runs that failed or have no end."""
     found = [*_winner(chapter)]
+    if chapter.apart:
+        found.append(
+            "Runs with another model, data set, batch or metric are chapters of their own."
+        )
     for status, said in (("failed", "failed"), ("stopped", "stopped early")):
         found += [
             f"{group.count(status)} of {len(group.runs)} {group.label} runs {said}."
