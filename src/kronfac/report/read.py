@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kronfac.train.errors import UserError
+from kronfac.train.disk import read_text
+from kronfac.train.events import read_leniently
 
 Status = Literal["done", "stopped", "failed", "unfinished"]
 Record = dict[str, Any]
@@ -145,7 +146,7 @@ def whole(value: object, least: int, most: int) -> int | None:
 
 def read_run(folder: Path) -> Run | None:
     """Read one folder; ``None`` if it holds no event."""
-    records, broken = _lines(folder / "events.jsonl")
+    records, broken = read_leniently(folder / "events.jsonl")
     if not records:
         return None
     run = Run(folder, broken_lines=broken)
@@ -154,7 +155,7 @@ def read_run(folder: Path) -> Run | None:
     run.steps, run.evals = _in_order(run.steps), _in_order(run.evals)
     run.config = _json(folder / "config.json")
     run.environment = _json(folder / "environment.json")
-    run.summary = _text(folder / "summary.txt").strip()
+    run.summary = read_text(folder / "summary.txt").strip()
     return run
 
 
@@ -214,39 +215,12 @@ def _in_order(records: list[Record]) -> list[Record]:
     return [record for _, record in sorted({r["step"]: r for r in records}.items())]
 
 
-def _lines(path: Path) -> tuple[list[Record], int]:
-    """Events of a file, and how many lines are none (a killed run may leave half a line)."""
-    records, broken = [], 0
-    for line in _text(path).splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            broken += 1
-            continue
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
-            records.append(record)
-        else:
-            broken += 1
-    return records, broken
-
-
 def _json(path: Path) -> Record:
     try:
-        found = json.loads(_text(path) or "{}")
+        found = json.loads(read_text(path) or "{}")
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _from_name(name: str) -> tuple[str, str, str]:
