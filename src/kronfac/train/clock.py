@@ -38,11 +38,6 @@ class TrainingClock:
             self.seconds += self._now(sync=True) - self._started
             self._started = None
 
-    def read(self) -> float:
-        """Seconds of training so far."""
-        running = 0.0 if self._started is None else self._now(sync=False) - self._started
-        return self.seconds + running
-
     @contextmanager
     def split(self, timed: bool) -> Iterator[StepTimes]:
         """Divide the time of one step into phases; on GPUs this waits for the device."""
