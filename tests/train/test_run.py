@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,8 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert (start["kind"], start["metric"], start["resumed"]) == ("kfac", "accuracy", None)
     fields = {"step", "epoch", "loss", "lr", "seconds", "samples_per_second", "memory", "phases"}
     assert fields | {"damping", "kl_clip", "momentum"} <= set(step)
-    assert {"forward_backward", "optimizer", "observe", "refresh", "precondition"} <= set(
-        step["phases"]
-    )
+    phases = {"data", "forward_backward", "optimizer", "observe", "refresh", "precondition"}
+    assert phases <= set(step["phases"])
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 3, 6, 9, 12]
     assert [e["step"] for e in events if e["event"] == "eval"] == [4, 8, 12]
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [4, 8, 12]
@@ -228,6 +228,25 @@ def test_layers_are_listed_with_what_they_cost(tmp_path: Path) -> None:
 def test_phases_add_up_to_the_seconds_of_the_run() -> None:
     result = train(small.recipe())
     assert 0 < sum(result.phases.values()) <= result.seconds
+
+
+def test_waiting_for_data_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only the making of batches moves shows that phase alone."""
+    from kronfac.train import clock
+    from kronfac.train.data import Batches
+
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def slow(self: Batches, start: int, stop: int) -> Iterator[Any]:
+        for step in range(start, stop):
+            now[0] += 2.0
+            yield self.get(step)
+
+    monkeypatch.setattr(Batches, "iterate", slow)
+    result = train(small.recipe(), "sgd")
+    assert result.phases == {"data": 24.0, "forward_backward": 0.0, "optimizer": 0.0}
+    assert result.seconds == 24.0
 
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ COLOURS = {
     "another": "#194e80",
 }
 PHASE_COLOURS = {
+    "data": "#802f26",
     "forward_backward": "#c3c9d2",
     "optimizer": "#6b6f74",
     "other": "#e3e7ec",

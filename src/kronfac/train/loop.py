@@ -92,7 +92,8 @@ class Loop:
         setup = self.setup
         last = setup.steps - 1
         self.clock.start()
-        for inputs, targets in setup.batches.iterate(self.step, setup.steps):
+        batches = setup.batches.iterate(self.step, setup.steps)
+        for inputs, targets in self.clock.waiting(batches):
             logs = (self.step + 1) % setup.job.train.log_every == 0 or self.step in (0, last)
             timed = setup.device.type == "cpu" or logs
             loss = self.stepper.take(self.step, inputs, targets, timed)
