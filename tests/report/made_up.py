@@ -105,7 +105,7 @@ def _step(
     rng: random.Random,
 ) -> dict[str, Any]:
     whole = 10 * pace
-    phases = {"forward_backward": 0.12, "optimizer": 0.008}
+    phases = {"data": 0.002, "forward_backward": 0.12, "optimizer": 0.008}
     extra: dict[str, Any] = {}
     if kind == "kfac":
         phases |= {"observe": 0.02, "refresh": 0.031, "precondition": 0.017, "rescale": 0.002}

@@ -70,7 +70,7 @@ def test_optimizers(side: str, vision: str) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_phases(side: str, vision: str) -> None:
     colours = palette(r"phase-[\w-]+", side)
-    assert len(colours) == 10
+    assert len(colours) == 11
     assert least_distance(colours, vision) > 0.08
 
 

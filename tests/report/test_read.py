@@ -110,9 +110,28 @@ def test_without_a_start_the_folder_name_tells(tmp_path: Path) -> None:
     assert (run.metric, run.target) == ("loss", None)
 
 
-@pytest.mark.parametrize("value", [None, "3", True, float("nan"), float("inf"), 10**400, [1]])
-def test_what_is_no_finite_number_is_missing(value: object) -> None:
+@pytest.mark.parametrize(
+    "value", [None, "3", True, float("nan"), float("inf"), 10**400, 1e308, -2e100, [1]]
+)
+def test_what_is_no_number_of_a_sensible_size_is_missing(value: object) -> None:
     assert number(value) is None
+
+
+@pytest.mark.parametrize("value", [5e-324, -1e-101, 0, -0.0])
+def test_what_is_smaller_than_any_quantity_is_zero(value: float) -> None:
+    assert number(value) == 0
+
+
+@pytest.mark.parametrize("value", [1e100, -1e-100, 3, 2**63])
+def test_numbers_are_kept(value: float) -> None:
+    assert number(value) == value
+
+
+def test_deep_nesting_is_a_broken_line(tmp_path: Path) -> None:
+    folder = write_events(tmp_path / "run", start())
+    with (folder / "events.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert read(folder).broken_lines == 1
 
 
 def test_events_without_a_step_are_left_out(tmp_path: Path) -> None:

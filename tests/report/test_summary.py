@@ -1,7 +1,9 @@
 """Groups, targets, medians and spread, with numbers worked out by hand."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,3 +143,55 @@ def test_recipes_are_not_mixed(tmp_path: Path) -> None:
     assert [(chapter.recipe, chapter.metric) for chapter in found] == [
         ("digits", "accuracy"), ("text", "loss"),
     ]  # fmt: skip
+
+
+def change_settings(folder: Path, **tables: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for name, table in tables.items():
+        config["settings"][name] |= table
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "titles"),
+    [
+        ({"model": {"name": "mlp"}}, ["model mlp", "model resnet8"]),
+        ({"model": {"width": 8}}, ["width 16", "width 8"]),
+        ({"model": {"groups": 2}}, ["", "groups 2"]),
+        ({"data": {"name": "mnist"}}, ["data digits", "data mnist"]),
+        ({"data": {"augment": []}}, ["augment ['flip']", "augment []"]),
+        ({"train": {"batch": 128}}, ["batch 128", "batch 64"]),
+        (
+            {"model": {"name": "mlp"}, "train": {"batch": 128}},
+            ["model mlp, batch 128", "model resnet8, batch 64"],
+        ),
+    ],
+)
+def test_other_tasks_are_chapters_of_their_own(
+    tmp_path: Path, changes: dict[str, dict[str, Any]], titles: list[str]
+) -> None:
+    make_run(tmp_path, "kfac", steps=20)
+    change_settings(make_run(tmp_path, "sgd", steps=20), **changes)
+    found = chapters(load([tmp_path])[0])
+    assert [len(chapter.groups) for chapter in found] == [1, 1]
+    assert sorted(chapter.apart for chapter in found) == titles
+
+
+def test_options_tell_apart_what_names_do_not(tmp_path: Path) -> None:
+    make_run(tmp_path, "kfac", steps=20)
+    change_settings(make_run(tmp_path, "sgd", steps=20), model={"name": "mlp"})
+    change_settings(make_run(tmp_path, "adamw", steps=20), model={"width": 8})
+    found = [chapter.title for chapter in chapters(load([tmp_path])[0])]
+    assert found == [
+        "digits (model mlp, width 16)",
+        "digits (model resnet8, width 16)",
+        "digits (model resnet8, width 8)",
+    ]
+
+
+def test_what_does_not_change_the_task_stays_together(tmp_path: Path) -> None:
+    make_run(tmp_path, "kfac", steps=20)
+    change_settings(make_run(tmp_path, "sgd", steps=20), train={"epochs": 3.0}, data={"workers": 4})
+    assert len(only_chapter(tmp_path).groups) == 2

@@ -1,6 +1,7 @@
 """The files of a report: what they hold, and what they never replace."""
 
 import builtins
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kronfac import report
+from kronfac.report import pictures
 from kronfac.train.errors import UserError
 from tests.report.made_up import evaluation, make_run, start, step, write_events
 
@@ -288,3 +290,75 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, compared: Path) -> None:
         report.write([compared], tmp_path / "file" / "out", png=False)
     with pytest.raises(UserError, match="cannot be written"):
         report.write([compared], tmp_path / "file", png=False)
+
+
+def test_other_models_are_not_compared(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "kfac", steps=200)
+    other = make_run(tmp_path / "runs", "sgd", steps=200)
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("resnet8", "mlp"))
+    found = page(tmp_path / "out", tmp_path / "runs", png=True)
+    assert found.text["h2"] == ["digits (model mlp)", "digits (model resnet8)"]
+    assert "than SGD" not in found.words
+    assert "Runs with another model, data set, batch or metric" in found.words
+    names = {path.name for path in (tmp_path / "out").glob("curves*")}
+    if pictures.available():
+        assert names == {"curves-digits-model-mlp.png", "curves-digits-model-resnet8.png"}
+
+
+ODD = [
+    0, -1, 5e-324, 1e16, 1e100, 1e308, -1e308, 10**400, float("nan"), float("-inf"), "x", [1],
+]  # fmt: skip
+
+
+def replaced(events: Any, key: str, value: Any) -> Any:
+    """The events with this value wherever the key is."""
+    if isinstance(events, list):
+        return [replaced(one, key, value) for one in events]
+    if not isinstance(events, dict):
+        return events
+    return {name: value if name == key else replaced(events[name], key, value) for name in events}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "time", "world", "parameters", "target", "step", "seconds", "loss", "accuracy", "memory",
+        "damping", "kl_clip", "refresh", "shape", "bytes",
+    ],
+)  # fmt: skip
+def test_odd_numbers_are_left_out(tmp_path: Path, key: str) -> None:
+    """In all events of one run, and in every second one of another."""
+    folders = make_run(tmp_path / "runs", steps=40), make_run(tmp_path / "runs", seed=1, steps=40)
+    written = [(folder / "events.jsonl").read_text().splitlines() for folder in folders]
+    for odd in ODD:
+        first, second = ([replaced(json.loads(line), key, odd) for line in one] for one in written)
+        second[1::2] = [json.loads(line) for line in written[1][1::2]]
+        write_events(folders[0], *first)
+        write_events(folders[1], *second)
+        assert page(tmp_path / "out", tmp_path / "runs").text["h1"] == ["digits"]
+
+
+@pytest.mark.skipif(not pictures.available(), reason="needs matplotlib")
+@pytest.mark.parametrize("values", [[0, 1e308], [1e-100, 1e100], [-1e100, 1e99], [5e-324], [0]])
+def test_odd_numbers_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
+    evals = [
+        evaluation(i, value, seconds=value, loss=value)
+        for i, value in enumerate(values * 2, start=1)
+    ]
+    steps = [
+        step(i, value, phases={"refresh": value}) for i, value in enumerate(values * 2, start=1)
+    ]
+    write_events(tmp_path / "run", start(), *evals, *steps)
+    page(tmp_path / "out", tmp_path / "run", png=True)
+    assert (tmp_path / "out" / "curves.png").is_file()
+
+
+def test_targets_that_are_reached_at_once_are_told(tmp_path: Path) -> None:
+    for optimizer in ("kfac", "sgd"):
+        write_events(
+            tmp_path / optimizer, start(optimizer=optimizer, kind=optimizer), evaluation(0, 1.0)
+        )
+    found = page(tmp_path / "out", tmp_path)
+    said = "K-FAC reached 98 % in 0 steps and 0 µs, SGD in 0 steps and 0 µs."
+    assert said in found.words.replace("\xa0", " ")

@@ -1,9 +1,12 @@
 """Starting ranks, with small scripts in the place of the program."""
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +81,21 @@ time.sleep(1000)
 """
     assert start(script) == {"SIGTERM": 143, "SIGINT": 130}[name]
     assert capfd.readouterr().err == ""
+
+
+def test_a_signal_before_all_ranks_are_there_reaches_them_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start_process = subprocess.Popen
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["env"]["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return start_process(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert start("time.sleep(1000)") == 1
+    assert "was ended by SIGTERM" in capfd.readouterr().err
 
 
 def test_ranks_that_lost_each_other_say_so(capfd: pytest.CaptureFixture[str]) -> None:

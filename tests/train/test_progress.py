@@ -79,6 +79,13 @@ def test_shares_of_phases_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch) -
     assert line.endswith("left  K-FAC 31 % (precondition 17, refresh 14)")
 
 
+@pytest.mark.parametrize(("waited", "said"), [(0.0, ""), (0.3, ""), (2.0, "data 25 %")])
+def test_waiting_for_data_is_said_if_it_counts(waited: float, said: str) -> None:
+    phases = {"data": waited, "forward_backward": 5.0, "refresh": 1.0}
+    assert progress.data_share(phases) == said
+    assert progress.kfac_share(phases).startswith(f"K-FAC {100 / (6 + waited):.0f} % (refresh")
+
+
 def test_a_reader_that_has_gone_does_not_end_the_run() -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:

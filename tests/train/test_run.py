@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +208,8 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert (start["kind"], start["metric"], start["resumed"]) == ("kfac", "accuracy", None)
     fields = {"step", "epoch", "loss", "lr", "seconds", "samples_per_second", "memory", "phases"}
     assert fields | {"damping", "kl_clip", "momentum"} <= set(step)
-    assert {"forward_backward", "optimizer", "observe", "refresh", "precondition"} <= set(
-        step["phases"]
-    )
+    phases = {"data", "forward_backward", "optimizer", "observe", "refresh", "precondition"}
+    assert phases <= set(step["phases"])
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 3, 6, 9, 12]
     assert [e["step"] for e in events if e["event"] == "eval"] == [4, 8, 12]
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [4, 8, 12]
@@ -268,6 +268,25 @@ def test_layers_are_listed_with_what_they_cost(tmp_path: Path) -> None:
 def test_phases_add_up_to_the_seconds_of_the_run() -> None:
     result = train(small.recipe())
     assert 0 < sum(result.phases.values()) <= result.seconds
+
+
+def test_waiting_for_data_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only the making of batches moves shows that phase alone."""
+    from kronfac.train import clock
+    from kronfac.train.data import Batches
+
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def slow(self: Batches, start: int, stop: int) -> Iterator[Any]:
+        for step in range(start, stop):
+            now[0] += 2.0
+            yield self.get(step)
+
+    monkeypatch.setattr(Batches, "iterate", slow)
+    result = train(small.recipe(), "sgd")
+    assert result.phases == {"data": 24.0, "forward_backward": 0.0, "optimizer": 0.0}
+    assert result.seconds == 24.0
 
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
@@ -368,6 +387,38 @@ def test_the_target_of_now_is_looked_for_in_the_whole_curve(tmp_path: Path) -> N
     assert found.target is not None
     assert (found.target.step, found.step) == (4, 7)
     assert [one["step"] for one in events.of("target")] == [4]
+
+
+def test_counters_of_kfac_go_on_where_they_were(tmp_path: Path) -> None:
+    """Also if the run was killed after a step that no checkpoint knows, so that it is taken again."""
+
+    def kill() -> None:
+        raise RuntimeError("killed")
+
+    recipe = small.recipe(**{"optimizers.kfac.rescale": "kl-clip"})
+    whole = train(recipe)
+    stop = [at_step(3, interrupt())]
+    assert train(recipe, out=tmp_path / "run", listeners=stop).status == "stopped"
+    with pytest.raises(RuntimeError, match="killed"):
+        train(recipe, resume=tmp_path / "run", listeners=[at_step(9, kill)])
+    train(recipe, resume=tmp_path / "run")
+    stats = read(tmp_path / "run" / "events.jsonl")[-1]["stats"]
+    assert (stats["steps"], stats["kl_clip_steps"]) == (12, 12)
+    assert stats == whole.stats
+
+
+def test_the_share_of_clipped_steps_is_that_of_the_last_ones(tmp_path: Path) -> None:
+    """Steps are far too long up to the sixth and far too short later, before and after a resume."""
+    recipe = small.recipe(
+        train__log_every=2,
+        schedule={"shape": "steps", "milestones": [1.5], "gamma": 1e-12},
+        **{"optimizers.kfac.rescale": "kl-clip", "optimizers.kfac.kl_clip": 1e-9},
+    )
+    train(recipe, out=tmp_path / "run", listeners=[at_step(8, interrupt())])
+    train(recipe, resume=tmp_path / "run")
+    events = read(tmp_path / "run" / "events.jsonl")
+    shares = {event["step"]: event["kl_clip"] for event in events if event["event"] == "step"}
+    assert shares == {1: 1.0, 2: 1.0, 4: 1.0, 6: 1.0, 8: 0.0, 10: 0.0, 12: 0.0}
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kronfac.report import bars, layers, phases, tables, text
+from kronfac.report.read import number
 from kronfac.report.sections import Section, paragraph
 from kronfac.report.summary import Chapter, Group, memory
 from kronfac.report.svg import Markup, escape, join, tag
@@ -44,9 +45,9 @@ def _with_layers(chapter: Chapter) -> list[Group]:
 def _layers_of(group: Group, found: list[layers.LayerCost], many: bool) -> list[Markup]:
     parts = [tag("h3", escape(group.label))] if many else []
     weights = sum(layer.parameters or 0 for layer in found)
-    whole = group.runs[0].start.get("parameters")
+    whole = number(group.runs[0].start.get("parameters"))
     said = f"{text.count(len(found), 'layer')} with {weights:,} parameters"
-    said += f" of {whole:,}" if isinstance(whole, int) and whole >= weights else ""
+    said += f" of {whole:,.0f}" if whole is not None and whole >= weights else ""
     said += f" {'is' if len(found) == 1 else 'are'} preconditioned"
     held = sum(layer.bytes or 0 for layer in found)
     said += f", with {text.size(held)} of statistics and solutions." if held else "."
@@ -111,6 +112,7 @@ def memory_use(chapter: Chapter) -> Section:
     if not rows:
         return "Memory", paragraph("No memory was recorded.")
     said = (
-        "Peak of the process on rank 0, median over runs: model, data and PyTorch itself included."
+        "Peak of the process on rank 0 during a run, median over runs: model, data and PyTorch itself "
+        "included."
     )
     return "Memory", join([paragraph(said), bars.plain_bars(rows, "Peak memory")])

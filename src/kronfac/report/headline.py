@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from kronfac.report import text
 from kronfac.report.summary import Chapter, Group, best, final, last_loss
 
+_MEANINGLESS = 1e5  # times as much: a number of some other kind
+
 
 def headline(chapter: Chapter) -> str:
     """The result: K-FAC, or else the fastest, against SGD or else the best of the others."""
@@ -22,8 +24,12 @@ def headline(chapter: Chapter) -> str:
 
 
 def remarks(chapter: Chapter) -> list[str]:
-    """What the headline must not hide: another winner, misses, runs that failed or have no end."""
+    """What the headline must not hide: another winner, other tasks, runs that failed or have no end."""
     found = [*_winner(chapter)]
+    if chapter.apart:
+        found.append(
+            "Runs with another model, data set, batch or metric are chapters of their own."
+        )
     for status, said in (("failed", "failed"), ("stopped", "stopped early")):
         found += [
             f"{group.count(status)} of {len(group.runs)} {group.label} runs {said}."
@@ -89,6 +95,8 @@ def _both_reached(hero: Group, rival: Group, goal: str) -> str:
             amount = f"{abs(percent)} % {fewer if percent < 0 else more}"
             parts.append((amount, "than") if percent else (equal, "as"))
     known = [percent for percent in (steps, time) if percent is not None]
+    if not known:
+        return f"{hero.label} reached {goal} in {_cost(hero)}, {rival.label} in {_cost(rival)}."
     link = " but " if min(known) < 0 < max(known) else " and "
     joined = link.join(
         said if (said, word) != parts[-1] and word == parts[-1][1] else f"{said} {word}"
@@ -104,7 +112,8 @@ def change(ours: float | None, theirs: float | None) -> int | None:
     """Whole percent by which ours is more (or less, if negative); ``None`` if that means nothing."""
     if ours is None or not theirs or not math.isfinite(ours) or not math.isfinite(theirs):
         return None
-    return round(100 * (ours / theirs - 1))
+    ratio = ours / theirs
+    return round(100 * (ratio - 1)) if 0 <= ratio < _MEANINGLESS else None
 
 
 def _alone(hero: Group) -> str:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kronfac.report.phases import PHASES
-from kronfac.report.read import number
+from kronfac.report.read import number, whole
 from kronfac.report.summary import Group, median
+
+_MOST_SIDES, _LONGEST, _MOST = 8, 10**9, 10**15
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,24 @@ def scheme(group: Group) -> str:
 
 
 def _layer(name: str, entry: dict[str, Any], seconds: dict[str, float]) -> LayerCost:
-    shape = entry.get("shape")
-    sides = [number(side) for side in shape] if isinstance(shape, list) else []
-    parameters = number(entry.get("parameters"))
     ranks = entry.get("ranks")
     return LayerCost(
         name=name or "(model)",
         kind=str(entry.get("kind") or ""),
-        shape=tuple(int(side) for side in sides if side is not None),
-        parameters=None if parameters is None else int(parameters),
+        shape=_shape(entry.get("shape")),
+        parameters=whole(entry.get("parameters"), 0, _MOST),
         bytes=number(entry.get("bytes")),
         ranks="all" if ranks is None else str(ranks),
         seconds=seconds,
     )
+
+
+def _shape(sides: Any) -> tuple[int, ...]:
+    """Empty if it is none, or none that a weight can have."""
+    if not isinstance(sides, list) or len(sides) > _MOST_SIDES:
+        return ()
+    found = [whole(side, 0, _LONGEST) for side in sides]
+    return tuple(side for side in found if side is not None) if None not in found else ()
 
 
 def _seconds(entry: dict[str, Any]) -> dict[str, float]:

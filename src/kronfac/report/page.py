@@ -110,7 +110,7 @@ def _chapter(chapter: Chapter, number: int, several: bool, empty: Sequence[Path]
 
 
 def _lead(chapter: Chapter, several: bool) -> Markup:
-    parts = [tag("h2", escape(chapter.recipe))] if several else []
+    parts = [tag("h2", escape(chapter.title))] if several else []
     parts.append(sections.paragraph(headline(chapter), "lead"))
     said = remarks(chapter)
     if said:

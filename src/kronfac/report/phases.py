@@ -7,6 +7,7 @@ from kronfac.report.summary import Group, median
 
 # The order of a step; unknown phases come after them, and "other" is last.
 PHASES = {
+    "data": "waiting for data",
     "forward_backward": "forward + backward",
     "observe": "observe",
     "reduce": "reduce",
@@ -19,6 +20,7 @@ PHASES = {
     "other": "other",
 }
 MEANING = {
+    "data": "the next batch was not ready yet",
     "forward_backward": "the model itself",
     "observe": "statistics of inputs and output gradients",
     "reduce": "statistics travel to whoever needs them",
@@ -28,7 +30,7 @@ MEANING = {
     "spread": "preconditioned gradients travel to the other ranks",
     "rescale": "length of the step",
     "optimizer": "the base optimizer's own step",
-    "other": "loading data, logging, what no phase claims",
+    "other": "what no phase claims",
 }
 
 

@@ -27,6 +27,7 @@ COLOURS = {
     "another": "#194e80",
 }
 PHASE_COLOURS = {
+    "data": "#802f26",
     "forward_backward": "#c3c9d2",
     "optimizer": "#6b6f74",
     "other": "#e3e7ec",
@@ -55,12 +56,22 @@ def draw(chapters: Sequence[Chapter]) -> dict[str, bytes]:
     if not available():
         return {}
     files = {}
-    for chapter in chapters:
-        ending = "" if len(chapters) == 1 else f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', chapter.recipe)}"
+    for chapter, ending in zip(chapters, _endings(chapters), strict=True):
         for name, figure in (("curves", curves(chapter)), ("phases", phase_bars(chapter))):
             if figure is not None:
                 files[f"{name}{ending}.png"] = _png(figure)
     return files
+
+
+def _endings(chapters: Sequence[Chapter]) -> list[str]:
+    """What the names of a chapter's files end with, each once."""
+    if len(chapters) == 1:
+        return [""]
+    found: list[str] = []
+    for chapter in chapters:
+        ending = "-" + re.sub(r"[^A-Za-z0-9_-]+", "-", chapter.title)[:80].strip("-")
+        found.append(f"{ending}-{len(found)}" if ending in found else ending)
+    return found
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -1,24 +1,29 @@
 """One run folder, as the program left it.
 
 Reading is lenient, because a report is wanted most when something went wrong: a run may have been
-killed in the middle of a line, been resumed, or lack fields. Values that are not finite numbers
-count as missing.
+killed in the middle of a line, been resumed, or lack fields. Values that are no numbers, or none that
+such a thing can have, count as missing.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kronfac.train.errors import UserError
+from kronfac.train.disk import read_text
+from kronfac.train.events import read_leniently
 
 Status = Literal["done", "stopped", "failed", "unfinished"]
 Record = dict[str, Any]
+
+_LARGEST = 1e100
+_MOST_RANKS = 1 << 14
+_MOST_STEPS = 10**15
+_END_OF_TIME = 253_402_300_799  # the last second of the year 9999
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Run:
     finish: Record | None = None
     resumed: list[int] = field(default_factory=list)
     broken_lines: int = 0
-    last_time: float | None = None
+    last_time: int | None = None
     config: Record = field(default_factory=dict)
     environment: Record = field(default_factory=dict)
     summary: str = ""
@@ -84,7 +89,7 @@ class Run:
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return max(1, int(number(self.start.get("world")) or 1))
+        return whole(self.start.get("world"), 1, _MOST_RANKS) or 1
 
     @property
     def metric(self) -> str:
@@ -112,7 +117,7 @@ class Run:
     def last_step(self) -> int:
         """The last step that is known to be done."""
         ends = [*self.steps[-1:], *self.evals[-1:], *([self.finish] if self.finish else [])]
-        return max((int(number(end.get("step")) or 0) for end in ends), default=0)
+        return max((_step(end) or 0 for end in ends), default=0)
 
     @property
     def seconds(self) -> float | None:
@@ -122,19 +127,26 @@ class Run:
 
 
 def number(value: object) -> float | None:
-    """The value if it is a finite number, else ``None``."""
+    """The value if it is a number that can be drawn and reckoned with, else ``None``.
+
+    What is larger than any quantity would make sums overflow, and what is smaller is nothing.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        result = float(value)
-    except OverflowError:
+    if not abs(value) <= _LARGEST:  # not so for nan
         return None
-    return result if math.isfinite(result) else None
+    return float(value) if abs(value) * _LARGEST >= 1 else 0.0
+
+
+def whole(value: object, least: int, most: int) -> int | None:
+    """The value as a whole number if it is one of that range, else ``None``."""
+    found = number(value)
+    return None if found is None or not least <= found <= most else int(found)
 
 
 def read_run(folder: Path) -> Run | None:
     """Read one folder; ``None`` if it holds no event."""
-    records, broken = _lines(folder / "events.jsonl")
+    records, broken = read_leniently(folder / "events.jsonl")
     if not records:
         return None
     run = Run(folder, broken_lines=broken)
@@ -144,12 +156,12 @@ def read_run(folder: Path) -> Run | None:
     run.config = _json(folder / "config.json")
     run.config.pop("resume", None)  # what the rest of it says, once more, and flags
     run.environment = _json(folder / "environment.json")
-    run.summary = _text(folder / "summary.txt").strip()
+    run.summary = read_text(folder / "summary.txt").strip()
     return run
 
 
 def _take(run: Run, record: Record) -> None:
-    run.last_time = number(record.get("time")) or run.last_time
+    run.last_time = whole(record.get("time"), 1, _END_OF_TIME) or run.last_time
     match record["event"]:
         case "start":
             _begin(run, record)
@@ -158,9 +170,8 @@ def _take(run: Run, record: Record) -> None:
         case "eval":
             _add(run, run.evals, record)
         case "warning" | "failure" as event:
-            step = number(record.get("step"))
             message = str(record.get("message") or "no message")
-            run.notices.append(Notice(event, None if step is None else int(step), message))
+            run.notices.append(Notice(event, _step(record), message))
         case "layers":
             run.layers = record
         case "finish":
@@ -169,8 +180,8 @@ def _take(run: Run, record: Record) -> None:
 
 def _begin(run: Run, record: Record) -> None:
     """Start, or go on from a checkpoint: what came after that checkpoint is done again."""
-    resumed = number(record.get("resumed"))
-    kept = -1 if resumed is None else int(resumed)
+    resumed = whole(record.get("resumed"), 0, _MOST_STEPS)
+    kept = -1 if resumed is None else resumed
     run.steps = [s for s in run.steps if s["step"] <= kept]
     run.evals = [e for e in run.evals if e["step"] <= kept]
     if resumed is not None:
@@ -185,53 +196,32 @@ def _begin(run: Run, record: Record) -> None:
 
 
 def _add(run: Run, records: list[Record], record: Record) -> None:
-    step, seconds = number(record.get("step")), number(record.get("seconds"))
+    step, seconds = _step(record), number(record.get("seconds"))
     if step is None:
         return
+    if seconds is not None and seconds < 0:
+        seconds = None
     if seconds is not None:
         if run._clock_restarted is None:
             run._clock_restarted = seconds < run._seconds_before
         seconds += run._seconds_before if run._clock_restarted else 0.0
-    records.append({**record, "step": int(step), "seconds": seconds})
+    records.append({**record, "step": step, "seconds": seconds})
+
+
+def _step(record: Record) -> int | None:
+    return whole(record.get("step"), 0, _MOST_STEPS)
 
 
 def _in_order(records: list[Record]) -> list[Record]:
     return [record for _, record in sorted({r["step"]: r for r in records}.items())]
 
 
-def _lines(path: Path) -> tuple[list[Record], int]:
-    """Events of a file, and how many lines are none (a killed run may leave half a line)."""
-    records, broken = [], 0
-    for line in _text(path).splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            broken += 1
-            continue
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
-            records.append(record)
-        else:
-            broken += 1
-    return records, broken
-
-
 def _json(path: Path) -> Record:
     try:
-        found = json.loads(_text(path) or "{}")
-    except ValueError:
+        found = json.loads(read_text(path) or "{}")
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _from_name(name: str) -> tuple[str, str, str]:

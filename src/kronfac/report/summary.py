@@ -22,8 +22,11 @@ _ORDER = ("kfac", "sgd", "adamw", "adam", "muon", "soap")
 # Keys that do not change what is trained, or that are meant to differ within a group.
 _ASIDE = {
     "seed", "seeds", "out", "command", "changes", "data_dir", "resume", "log_every", "loggers",
-    "description", "source", "file", "comparison", "optimizers",
+    "description", "source", "file", "comparison", "optimizers", "workers",
 }  # fmt: skip
+
+# What a task is called by.
+_TASK = ("metric", "model", "data", "batch")
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Groups that may be compared: one recipe, one metric."""
+    """Groups that may be compared: one recipe, metric, model, data set and batch."""
 
     recipe: str
     metric: str
     groups: tuple[Group, ...]
+    apart: str = ""  # what tells it from other chapters of the recipe
+
+    @property
+    def title(self) -> str:
+        """The recipe, and what is special here."""
+        return f"{self.recipe} ({self.apart})" if self.apart else self.recipe
 
     @property
     def runs(self) -> list[Run]:
@@ -201,13 +210,42 @@ def name(kind: str) -> str:
 
 def chapters(runs: Sequence[Run]) -> list[Chapter]:
     """Sort runs into what may be compared, and there by optimizer and settings."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    by_recipe: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        found.setdefault((run.recipe, run.metric), []).append(run)
-    return [
-        Chapter(recipe, metric, tuple(_groups(members)))
-        for (recipe, metric), members in sorted(found.items())
-    ]
+        by_recipe.setdefault(run.recipe, {}).setdefault(repr(task(run)), []).append(run)
+    found = []
+    for recipe, parts in sorted(by_recipe.items()):
+        members = [parts[key] for key in sorted(parts)]
+        for runs_, apart in zip(members, _told_apart([task(m[0]) for m in members]), strict=True):
+            found.append(Chapter(recipe, runs_[0].metric, tuple(_groups(runs_)), apart))
+    return found
+
+
+def task(run: Run) -> Record:
+    """What was to be learned: runs of another task need other steps and seconds, whoever trains them."""
+    known = settings(run)
+    batch = known.get("train.batch", known.get("batch"))
+    first = {"metric": run.metric, "model": known.get("model.name"), "data": known.get("data.name")}
+    options = {key: known[key] for key in sorted(known) if key.startswith(("model.", "data."))}
+    return {**first, "batch": batch, **options}
+
+
+def _told_apart(tasks: Sequence[Record]) -> list[str]:
+    """For each task what tells it from the others: names and batch, then options if need be."""
+    names = [key for key in _TASK if len({repr(one[key]) for one in tasks}) > 1]
+    said = [[f"{key} {_known(one[key])}" for key in names] for one in tasks]
+    for key in dict.fromkeys(key for one in tasks for key in one if key not in _TASK):
+        more = [
+            [*words, f"{key.partition('.')[2]} {_plain(one[key])}"] if key in one else words
+            for words, one in zip(said, tasks, strict=True)
+        ]
+        if len(set(map(tuple, more))) > len(set(map(tuple, said))):
+            said = more
+    return [", ".join(words) for words in said]
+
+
+def _known(value: Any) -> str:
+    return "unknown" if value is None else _plain(value)
 
 
 def _groups(runs: Sequence[Run]) -> list[Group]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from kronfac.report import pictures
 from kronfac.report.find import load
 from kronfac.report.page import GENERATOR, render
 from kronfac.report.summary import chapters
+from kronfac.train import disk
 from kronfac.train.errors import UserError
 
 _FILE = "report.html"
@@ -38,7 +38,7 @@ def write(runs: Sequence[Path], out: Path, *, title: str | None = None, png: boo
         for name in files:
             _refuse_others(out / name)
         for name, content in files.items():
-            _replace(out / name, content)
+            _put(out / name, content)
     except OSError as error:
         raise UserError(
             f"The report cannot be written to {out}: {error.strerror or error}; "
@@ -58,11 +58,5 @@ def _refuse_others(path: Path) -> None:
         )
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write beside it and rename, so that nobody sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+def _put(path: Path, content: bytes) -> None:
+    disk.replace(path, lambda file: file.write(content))

@@ -17,7 +17,7 @@ from kronfac.train.loop import Loop
 from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.target import first_reached
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: Path, loop: Loop) -> None:
@@ -42,6 +42,7 @@ def collect(loop: Loop) -> dict[str, Any]:
         "curve": [[e.step, e.seconds, e.loss, e.accuracy] for e in result.curve],
         "phases": dict(result.phases),
         "layers": {name: dict(seconds) for name, seconds in loop.clock.layers.items()},
+        "stats": loop.counters.total(),
     }
 
 
@@ -95,6 +96,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.result.target = first_reached(setup.job.train, loop.result.curve)
     loop.result.phases = dict(content["phases"])
     loop.clock.layers = content["layers"]
+    loop.counters.go_on(content["stats"])
 
 
 def _settle_buckets(loop: Loop, step: int) -> None:

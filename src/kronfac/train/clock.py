@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 
 from kronfac.phases import Seconds
 from kronfac.train.pair import kfac_of
 
+T = TypeVar("T")
 #: K-FAC's own names, as events show them; what is not listed is shown as it is.
 _NAMES = {"observe-input": "observe", "observe-output": "observe", "base": "optimizer"}
 
@@ -27,6 +29,7 @@ class TrainingClock:
         #: Seconds of each layer, by phase, since the start.
         self.layers: dict[str, dict[str, float]] = {}
         self._started: float | None = None
+        self._waited = 0.0
 
     def start(self) -> None:
         """Training begins or goes on."""
@@ -38,10 +41,17 @@ class TrainingClock:
             self.seconds += self._now(sync=True) - self._started
             self._started = None
 
-    def read(self) -> float:
-        """Seconds of training so far."""
-        running = 0.0 if self._started is None else self._now(sync=False) - self._started
-        return self.seconds + running
+    def waiting(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; how long each is waited for is the phase ``data`` of its step."""
+        coming = iter(batches)
+        while True:
+            begun = self._now(sync=False)
+            try:
+                batch = next(coming)
+            except StopIteration:
+                return
+            self._waited = self._now(sync=False) - begun
+            yield batch
 
     @contextmanager
     def split(self, timed: bool) -> Iterator[StepTimes]:
@@ -55,6 +65,7 @@ class TrainingClock:
             self._add(times)
 
     def _add(self, times: StepTimes) -> None:
+        self._count("data", self._waited)
         self._count("forward_backward", times.forward_backward)
         self._count("optimizer", times.optimizer)
         for name, seconds in times.own.items():

@@ -1,4 +1,4 @@
-"""Writing files so that nothing that was there is lost."""
+"""Reading files with clear errors, and writing them so that nothing that was there is lost."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def _of_the_system(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
+
+
+def read_text(path: Path) -> str:
+    """What is in a file, whatever that is; nothing if there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
-from kronfac.train.disk import explained
+from kronfac.train.disk import explained, read_text
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -53,17 +53,24 @@ class EventFile:
 
 def read(path: Path) -> list[Event]:
     """All events of a file; a last line that was not written to its end, or is none, is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    return read_leniently(path)[0]
+
+
+def read_leniently(path: Path) -> tuple[list[Event], int]:
+    """Events of a file, and how many lines are none (a killed run may leave half a line)."""
+    events, broken = [], 0
+    for line in read_text(path).splitlines():
+        if not line.strip():
+            continue
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            found.append(event)
-    return found
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+        else:
+            broken += 1
+    return events, broken
 
 
 def finite(value: Any) -> Any:

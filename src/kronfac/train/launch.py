@@ -33,9 +33,10 @@ def launch(arguments: Sequence[str], count: int, program: Sequence[str] = PROGRA
 
     The first rank talks to the user. Ctrl-C and SIGTERM are passed on to all.
     """
-    ranks = _Ranks([*program, *arguments], count)
+    ranks = _Ranks()
     before = {one: signal.signal(one, ranks.pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
+        ranks.start([*program, *arguments], count)
         codes = ranks.wait()
         return _verdict(codes, ranks.first_failed, ranks.errors)
     finally:
@@ -47,24 +48,33 @@ def launch(arguments: Sequence[str], count: int, program: Sequence[str] = PROGRA
 class _Ranks:
     """Processes of the ranks."""
 
-    def __init__(self, command: list[str], count: int) -> None:
-        port = _port()
-        self.errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env=_environment(rank, count, port),
-                stdin=subprocess.PIPE,  # never written to: ranks see its end when we are gone
-                stdout=None if rank == 0 else subprocess.DEVNULL,
-                stderr=None if rank == 0 else self.errors[rank],
-                start_new_session=True,  # Ctrl-C reaches them through us, once
-            )
-            for rank in range(count)
-        ]
+    def __init__(self) -> None:
+        self.errors: list[IO[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.first_failed: int | None = None
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._started = False
+        self._early: list[int] = []
+
+    def start(self, command: list[str], count: int) -> None:
+        """Start them all; signals that come meanwhile are passed on at the end."""
+        port = _port()
         for rank in range(count):
+            self.errors.append(tempfile.TemporaryFile())  # noqa: SIM115
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    env=_environment(rank, count, port),
+                    stdin=subprocess.PIPE,  # never written to: ranks see its end when we are gone
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    stderr=None if rank == 0 else self.errors[rank],
+                    start_new_session=True,  # Ctrl-C reaches them through us, once
+                )
+            )
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+        self._started = True
+        for number in self._early:
+            self.pass_on(number, None)
 
     def _watch(self, rank: int) -> None:
         self.processes[rank].wait()
@@ -88,18 +98,22 @@ class _Ranks:
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Give a signal to all ranks."""
+        if not self._started:
+            self._early.append(number)
+            return
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def end(self) -> None:
         """End and close what is left."""
-        for process, errors in zip(self.processes, self.errors, strict=True):
+        for process in self.processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
+        for errors in self.errors:
             errors.close()
 
 

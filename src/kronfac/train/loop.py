@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kronfac.train.clock import TrainingClock
+from kronfac.train.counters import Counters
 from kronfac.train.evaluation import evaluate
 from kronfac.train.events import Recorder
 from kronfac.train.memory import peak_bytes
@@ -45,6 +46,7 @@ class Loop:
         self.save = save
         self.stop_at_target = stop_at_target
         self.clock = TrainingClock(setup.device, setup.optimizer)
+        self.counters = Counters(kfac_of(setup.optimizer))
         self.stepper = Stepper(setup, self.clock)
         self.step = 0
         count = sum(p.numel() for p in setup.plain.parameters())
@@ -92,7 +94,8 @@ class Loop:
         setup = self.setup
         last = setup.steps - 1
         self.clock.start()
-        for inputs, targets in setup.batches.iterate(self.step, setup.steps):
+        batches = setup.batches.iterate(self.step, setup.steps)
+        for inputs, targets in self.clock.waiting(batches):
             logs = (self.step + 1) % setup.job.train.log_every == 0 or self.step in (0, last)
             timed = setup.device.type == "cpu" or logs
             loss = self.stepper.take(self.step, inputs, targets, timed)
@@ -179,8 +182,19 @@ class Loop:
             samples_per_second=samples / max(seconds - before, 1e-9),
             memory=peak_bytes(setup.device),
             phases=phases,
-            **_kfac_fields(setup.optimizer),
+            **self._kfac_fields(),
         )
+
+    def _kfac_fields(self) -> dict[str, Any]:
+        """What only K-FAC has; ``kl_clip`` is the share of shortened steps among those since the last."""
+        if (kfac := kfac_of(self.setup.optimizer)) is None:
+            return {}
+        stats = self.counters.since_last()
+        clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
+        ours = kfac._preconditioner
+        momentum = float(ours.schedules.at("momentum", ours.clock.step))
+        momentum = momentum or float(kfac.param_groups[0].get("momentum", 0.0))
+        return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}
 
     def _save(self) -> None:
         if self.save is not None and self._saved != self.step:
@@ -199,8 +213,7 @@ class Loop:
 
     def _finish(self) -> None:
         result = self.result
-        if (kfac := kfac_of(self.setup.optimizer)) is not None:
-            result.stats = kfac.stats()
+        result.stats = self.counters.total()
         self.record(
             "finish",
             status=result.status,
@@ -210,15 +223,3 @@ class Loop:
             loss=result.loss,
             stats=result.stats,
         )
-
-
-def _kfac_fields(optimizer: object) -> dict[str, Any]:
-    """What only K-FAC has."""
-    if (kfac := kfac_of(optimizer)) is None:
-        return {}
-    stats = kfac.stats()
-    clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
-    ours = kfac._preconditioner
-    momentum = float(ours.schedules.at("momentum", ours.clock.step))
-    momentum = momentum or float(kfac.param_groups[0].get("momentum", 0.0))
-    return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}

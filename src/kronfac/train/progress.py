@@ -16,7 +16,7 @@ from kronfac.train.recipe import TrainPart
 from kronfac.train.result import Result
 
 #: Phases that are not K-FAC's own.
-_OTHERS = ("forward_backward", "optimizer")
+_OTHERS = ("data", "forward_backward", "optimizer")
 #: Seconds between plain lines, apart from evaluations.
 _EVERY = 20.0
 _SHORTEST_BAR = 4
@@ -99,14 +99,15 @@ class Progress:
         return text
 
     def speed(self, brief: bool = False) -> str:
-        """How fast it is, how long it will take, and what K-FAC takes of it."""
+        """How fast it is, how long it will take, and what K-FAC and waiting for data take."""
         unit = "texts" if self.start.get("samples") == "text" else "images"
         rate = self.step["samples_per_second"]
         left = (self.start["steps"] - self.now["step"]) * self.start["batch"] / max(rate, 1e-9)
         text = f"{rate:,.0f} {unit}/s  {clock(left)} left"
-        share = kfac_share(self.step["phases"])
-        share = share.partition(" (")[0] if brief else share
-        return text + (f"  {share}" if share else "")
+        phases = self.step["phases"]
+        share, waited = kfac_share(phases), data_share(phases)
+        found = (text, share.partition(" (")[0]) if brief else (text, share, waited)
+        return "  ".join(filter(None, found))
 
 
 class Lines(Progress):
@@ -216,6 +217,12 @@ def kfac_share(phases: Mapping[str, Any]) -> str:
     largest = sorted(own, key=lambda name: -own[name])[:2]
     parts = ", ".join(f"{name} {100 * own[name] / total:.0f}" for name in largest)
     return f"K-FAC {100 * sum(own.values()) / total:.0f} % ({parts})"
+
+
+def data_share(phases: Mapping[str, Any]) -> str:
+    """``data 7 %`` of the time of steps was waiting for data; empty if it is less than 5 %."""
+    share = 100 * phases.get("data", 0.0) / (sum(phases.values()) or 1.0)
+    return f"data {share:.0f} %" if share >= 5 else ""
 
 
 def clock(seconds: float) -> str:

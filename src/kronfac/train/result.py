@@ -34,7 +34,7 @@ class Result:
         parameters: how many the model has.
         steps_per_epoch: steps in which all samples are seen once.
         phases: seconds of each phase.
-        stats: of ``optimizer.stats()``, for K-FAC.
+        stats: of ``optimizer.stats()``, for K-FAC, with counts since step 0.
         memory: the most bytes that were in use.
         folder: the run folder, if there is one.
         was_finished: the run to resume had come to its end before, so that nothing was done.

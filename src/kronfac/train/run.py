@@ -19,6 +19,7 @@ from kronfac.train.events import EventFile, Listener, Recorder
 from kronfac.train.folder import RunFolder, as_json
 from kronfac.train.layer_table import describe_layers
 from kronfac.train.loop import Loop
+from kronfac.train.memory import forget_peak
 from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Job, Recipe
@@ -86,6 +87,7 @@ def train(
         done = ranks.on_first(lambda: finished.result_of(folder, saved, job, stop_at_target))
         if done is not None:
             return done  # type: ignore[no-any-return]
+    forget_peak(where)
     with isolated(where, job.train.deterministic):
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
         run = _Run(setup, folder, stop_at_target, list(listeners))

@@ -43,22 +43,6 @@ def test_an_epoch_holds_every_sample_at_most_once():
     assert not torch.equal(seen, following)
 
 
-def test_the_rest_of_an_epoch_can_be_a_smaller_batch():
-    batches = Batches(Numbers(), 8, seed=0, drop_last=False)
-    assert batches.steps_per_epoch == 7
-    seen = torch.cat([batches.get(step)[1] for step in range(7)])
-    assert seen.sort().values.tolist() == list(range(50))
-
-
-def test_the_rest_of_an_epoch_is_shared_out_equally():
-    sizes = [
-        [len(Batches(Numbers(51), 8, seed=0, rank=r, world=2, drop_last=False).get(6)[1])]
-        for r in range(2)
-    ]
-    assert sizes == [[1], [1]]
-    assert Batches(Numbers(49), 8, seed=0, world=2, drop_last=False).steps_per_epoch == 6
-
-
 def test_a_batch_depends_on_seed_and_step_only(source):
     first = Batches(source, 16, seed=3, augment=AUGMENT)
     again = Batches(source, 16, seed=3, augment=AUGMENT)

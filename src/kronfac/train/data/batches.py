@@ -19,6 +19,8 @@ _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 class Batches:
     """The batches of a run as a pure function of seed and step, so that resuming is exact.
 
+    Samples of an epoch that do not fill a batch are left out.
+
     Args:
         source: the data set.
         batch: samples of one step, of all ranks together.
@@ -27,8 +29,6 @@ class Batches:
         world: number of ranks.
         augment: what happens to training inputs, in this order; names as in recipes are fine.
         device: where batches are wanted.
-        drop_last: leave out the samples of an epoch that do not fill a batch; otherwise its last batch
-            is smaller (still a multiple of ``world``).
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Batches:
         world: int = 1,
         augment: Sequence[Augmentation | str] = (),
         device: torch.device | str = "cpu",
-        drop_last: bool = True,
     ) -> None:
         _check(source, batch, rank, world)
         self.source = source
@@ -51,15 +50,14 @@ class Batches:
         self.world = world
         self.augment = [augmentation(a) if isinstance(a, str) else a for a in augment]
         self.device = torch.device(device)
-        rest = 0 if drop_last else source.num_train % batch // world
-        self.steps_per_epoch = source.num_train // batch + (rest > 0)
+        self.steps_per_epoch = source.num_train // batch
         self._order: tuple[int, Tensor] | None = None
 
     def get(self, step: int) -> Batch:
         """This rank's part of the batch of global step ``step``."""
         epoch, place = divmod(step, self.steps_per_epoch)
         indices = self._epoch_order(epoch)[place * self.batch : (place + 1) * self.batch]
-        share = len(indices) // self.world
+        share = self.batch // self.world
         mine = slice(self.rank * share, (self.rank + 1) * share)
         generator = seeded(self.seed, _AUGMENT, step)
         inputs, targets = self._decode(indices, mine, generator)
