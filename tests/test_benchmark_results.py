@@ -78,6 +78,14 @@ def test_kfac_needs_fewer_steps_and_less_time_than_every_other(task: str) -> Non
 # --- defaults --------------------------------------------------------------------------------
 
 
+def test_the_page_quotes_all_cells() -> None:
+    lines = (ROOT / "docs/benchmarks.md").read_text().splitlines()
+    for one in results("robustness")["tasks"].values():
+        for row in one["cells"].values():
+            cells = " | ".join(f"{100 * value:.1f} %" for value in row.values())
+            assert any(line.endswith(f"| {cells} |") for line in lines)
+
+
 def test_the_defaults_are_within_a_percent_of_the_best() -> None:
     found = results("robustness")
     assert found["seeds"] >= 3
