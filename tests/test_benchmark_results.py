@@ -65,6 +65,15 @@ def test_the_page_quotes_time_to_target(task: str, heading: str) -> None:
         assert (steps, seconds) == (str(row["steps"]), f"{row['seconds']:.1f}")
 
 
+def test_the_page_quotes_the_text() -> None:
+    shown = rows_of("docs/benchmarks.md", "| text, byte-level GPT")
+    for name, row in results("time_to_target")["tasks"]["text"]["rows"].items():
+        reached, steps, seconds, *_ = shown[LABELS[name]]
+        assert reached == f"{row['reached']} of {row['runs']}"
+        assert steps == ("never" if row["steps"] is None else str(row["steps"]))
+        assert seconds == ("never" if row["seconds"] is None else f"{row['seconds']:.1f}")
+
+
 @pytest.mark.parametrize("task", ["cifar10", "fashion-mnist"])
 def test_kfac_needs_fewer_steps_and_less_time_than_every_other(task: str) -> None:
     rows = results("time_to_target")["tasks"][task]["rows"]
