@@ -35,11 +35,10 @@ from kronfac.quadratic import QuadraticModel
 from kronfac.refusals import check_curvature, check_lever, check_plain_steps, check_stagger
 from kronfac.rescale import (
     Update,
-    graft_factors,
     kl_clip_factor,
     kl_clip_sum,
     orthogonal_steps,
-    unit_factor,
+    own_factors,
 )
 from kronfac.schedule import Clock, spread_offsets
 from kronfac.selection import Selection
@@ -431,33 +430,27 @@ class Preconditioner:
         rule, steps = self.options.rescale, [update for _, update in updates]
         if rule == "orthogonal":
             steps = orthogonal_steps(steps)
-            updates = [(state, step) for (state, _), step in zip(updates, steps, strict=True)]
-        factors: Sequence[float | Tensor] = [1.0] * len(steps)
-        if rule == "graft":
-            factors = graft_factors(steps)
-        elif rule in ("unit", "orthogonal"):
-            factors = [unit_factor(step) for step in steps]
-        elif rule == "auto":
-            factors = self._matrices_unit(updates)
-        elif rule == "kl-clip":
-            total = kl_clip_sum(steps)
-            if self.team is not None:
-                total = self.team.add_up(total, self.model)
-            factor = kl_clip_factor(total, self.options.kl_clip)
-            factors = [factor] * len(steps)
-            self.count("kl_clip_steps")
-            self.count("kl_clip_active", (factor < 1).to(torch.int64))
-        for (state, update), length in zip(updates, factors, strict=True):
-            if update.raw is None and isinstance(length, Tensor) and length.dim() == 0:
-                for target, value in state.layer.places(update.after):
+        if rule == "kl-clip":
+            factors: Sequence[float | Tensor] = [self._kl_clip(steps)] * len(steps)
+        else:
+            matrices = [is_matrix(state.layer) for state, _ in updates]
+            factors = own_factors(rule, steps, matrices)
+        for (state, _), step, length in zip(updates, steps, factors, strict=True):
+            if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
+                for target, value in state.layer.places(step.after):
                     torch.mul(value, length, out=target)
             else:
-                state.layer.write(update.times(length))
+                state.layer.write(step.times(length))
 
-    def _matrices_unit(self, updates: list[tuple[LayerState, Update]]) -> list[Tensor]:
-        """Muon's norm for matrices, the gradient's for norms and embeddings."""
-        grafts = iter(graft_factors([u for state, u in updates if not is_matrix(state.layer)]))
-        return [unit_factor(u) if is_matrix(state.layer) else next(grafts) for state, u in updates]
+    def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
+        """The factor of all layers on all ranks."""
+        total = kl_clip_sum(steps)
+        if self.team is not None:
+            total = self.team.add_up(total, self.model)
+        factor = kl_clip_factor(total, self.options.kl_clip)
+        self.count("kl_clip_steps")
+        self.count("kl_clip_active", (factor < 1).to(torch.int64))
+        return factor
 
     def count(self, name: str, amount: int | Tensor = 1) -> None:
         """Add to a counter that :meth:`stats` shows."""

@@ -37,6 +37,21 @@ class Update:
         return matrix if self.raw is None else matrix.masked_fill(self.raw, 0)
 
 
+def own_factors(
+    rule: str | None, updates: Sequence[Update], matrices: Sequence[bool]
+) -> Sequence[float | Tensor]:
+    """Factors of the rules that look at each layer alone; ``matrices`` tells which layers are one."""
+    if rule == "graft":
+        return graft_factors(updates)
+    if rule in ("unit", "orthogonal"):
+        return [unit_factor(update) for update in updates]
+    if rule == "auto":  # Muon's norm for matrices, the gradient's for norms and embeddings
+        both = list(zip(updates, matrices, strict=True))
+        grafts = iter(graft_factors([update for update, matrix in both if not matrix]))
+        return [unit_factor(update) if matrix else next(grafts) for update, matrix in both]
+    return [1.0] * len(updates)
+
+
 def graft_factors(updates: Sequence[Update]) -> list[Tensor]:
     """Factors that give each step the norm that its gradient had, ``‖g‖/‖v‖``."""
     factors: dict[int, Tensor] = {}
