@@ -63,10 +63,14 @@ class Case:
 
 
 def case(model: str = "mlp", **settings: Any) -> Case:
-    """A case; what is not a field of :class:`Case` is an option of ``kronfac.KFAC``."""
+    """A case; what is not a field of :class:`Case` is an option of ``kronfac.KFAC``.
+
+    Steps are as long as their gradients, unless the case says otherwise: a gradient that is zero but for
+    rounding (that of an attention's key bias) would grow with any other length, and with AdamW once more.
+    """
     fields = {name: settings.pop(name) for name in list(settings) if name in Case.__annotations__}
     fields["wrap"] = tuple(fields.get("wrap", {}).items())
-    chosen = {"damping": 0.01, "factor_every": 1, "refresh_every": 2} | settings
+    chosen = {"damping": 0.01, "factor_every": 1, "refresh_every": 2, "rescale": "graft"} | settings
     return Case(model=model, options=tuple(chosen.items()), **fields)
 
 
