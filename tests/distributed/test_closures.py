@@ -23,7 +23,7 @@ from tests.distributed.ranks import run
 from tests.training import parameters
 
 STEPS, SAMPLES = 6, 12
-COMMON: dict[str, Any] = {"factor_every": 1, "refresh_every": 2, "solver": "eigen"}
+COMMON: dict[str, Any] = {"factor_every": 1, "refresh_every": 2, "decay": 0.95, "solver": "eigen"}
 RULES: dict[str, tuple[float, dict[str, Any]]] = {
     "levenberg-marquardt": (
         0.1,
