@@ -625,7 +625,13 @@ def test_plan_compares_schemes(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"comm-opt", "mem-opt", "replicated"} <= {line.split()[0] for line in table.splitlines()}
 
 
-@pytest.mark.parametrize("name", recipe_files.shipped())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if "osawa" in name else name
+        for name in recipe_files.shipped()
+    ],
+)
 def test_plan_needs_no_data(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from tests.training import assert_same, parameters
 #: Refreshes at 0, 3 and 6; saved in the middle of an interval, when statistics are pending.
 SAVED, STEPS = 5, 8
 ONE = case("cnn", base="adamw", momentum=0.5, refresh_every=3, steps=STEPS)
+SLOW = pytest.mark.slow
 WITHOUT = "layer-parallel without DDP"
 
 
@@ -141,8 +142,16 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("how", ["file", "dcp"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "file") for name in OTHERS),
+        *(
+            (name, "dcp") if name in ("mem-opt", "spd") else pytest.param(name, "dcp", marks=SLOW)
+            for name in OTHERS
+        ),
+    ],
+)
 def test_four_ranks_resume_as_fewer_and_under_another_scheme(
     name: str, how: str, tmp_path: Path
 ) -> None:

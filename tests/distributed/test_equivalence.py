@@ -19,7 +19,7 @@ CASES = [case("mlp", steps=6), case("cnn", refresh_every=3)]
 DEFERRED = case("mlp", factor_every=2, refresh_every=4, steps=9)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_ranks_equal_one_process(name: str, world_size: int) -> None:
     by_rank = run(world_size, on_ranks, name, SCHEMES[name], CASES)

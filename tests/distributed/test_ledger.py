@@ -28,6 +28,8 @@ SCHEMES: dict[str, Any] = {
 }
 #: Some layers have several ranks that work on them, or several layers have one each.
 SHARES = {"comm-opt", "hybrid", "spd"}
+#: Schemes whose bytes are counted on four ranks by default; `-m slow` counts all.
+OFTEN = {"comm-opt", "mem-opt", "hybrid", "spd"}
 SPREADS = {"mem-opt", "hybrid", "local", "layer-parallel", "layer-parallel without DDP"}
 
 
@@ -121,8 +123,16 @@ def expected(
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 2) for name in SCHEMES),
+        *(
+            (name, 4) if name in OFTEN else pytest.param(name, 4, marks=pytest.mark.slow)
+            for name in SCHEMES
+        ),
+    ],
+)
 def test_the_ledger_is_the_closed_form(name: str, world_size: int) -> None:
     """With two ranks, half of them is one: the hybrid is mem-opt."""
     names = list(RUNS) if world_size == 4 else ["every step", "clipped", "half"]
