@@ -101,3 +101,26 @@ def test_the_defaults_are_within_a_percent_of_the_best() -> None:
     assert set(found["tasks"]) == {"digits", "mnist", "fashion-mnist", "cifar10"}
     for task, one in found["tasks"].items():
         assert one["defaults_below_best"] <= 0.01, task
+
+
+# --- large batches ---------------------------------------------------------------------------
+
+
+def test_the_page_quotes_large_batches() -> None:
+    shown = rows_of("docs/benchmarks.md", "## Large batches")
+    best = results("large_batch")["best"]
+    found = {
+        f"{int(b):,}": [str(best[n][b]["steps"]) for n in ("sgd", "kfac")] for b in best["sgd"]
+    }
+    assert {batch: cells[:2] for batch, cells in shown.items()} == found
+
+
+def test_kfac_goes_on_gaining_where_sgd_has_stopped() -> None:
+    best = results("large_batch")["best"]
+    steps = {name: {int(b): one["steps"] for b, one in best[name].items()} for name in best}
+    most = max(steps["sgd"])
+    assert most > 0.75 * 1297
+    sgd = min(steps["sgd"], key=lambda batch: (steps["sgd"][batch], batch))
+    kfac = min(steps["kfac"], key=lambda batch: (steps["kfac"][batch], batch))
+    assert kfac > sgd
+    assert steps["kfac"][kfac] < 0.8 * steps["kfac"][sgd]
