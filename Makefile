@@ -16,7 +16,7 @@ demo: $(VENV)/.dev ## Compare K-FAC with other optimizers on digits: a table and
 	$(BIN)/kronfac compare digits --optimizers sgd,adamw,muon,kfac --seeds 3
 
 test: $(VENV)/.dev ## Run the tests (slow ones: .venv/bin/pytest -m slow)
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.dev ## Check style, format and types
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def _same(done: dict[str, Any], one: Trial) -> bool:
 
 
 def _describe(one: dict[str, Any]) -> str:
-    end = one["loss"] if one["accuracy"] is None else one["accuracy"]
+    end = one["loss"] if one["task"] == "text" else one["accuracy"]
     reached = one["reached"]
     when = f"reached at step {reached['step']}, {reached['seconds']:.1f} s" if reached else "missed"
     return f"{when}; ended at {end if end is None else round(end, 4)} after {one['seconds']:.1f} s"
@@ -171,7 +171,7 @@ def plot(runs: list[dict[str, Any]], found: dict[str, Any], path: Path) -> None:
     )
     for row, task in zip(axes, tasks, strict=True):
         for one in (r for r in runs if r["task"] == task):
-            accuracy = one["accuracy"] is not None
+            accuracy = task != "text"
             points = [(s, t, a if accuracy else loss) for s, t, a, loss in one["curve"]]
             label = LABELS[one["optimizer"]] if one["seed"] == 0 else None
             style = {"color": colours[one["optimizer"]], "lw": 1.1, "alpha": 0.8}

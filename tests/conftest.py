@@ -1,6 +1,10 @@
 """Fixtures for all tests."""
 
+import os
 from collections.abc import Iterator
+
+# Tests run side by side, and so do the ranks and programs that some of them start: one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

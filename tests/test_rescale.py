@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import kronfac
+from kronfac.length import reads_sequences
+from kronfac.rescale import Update, column_factors
 from tests.training import (
     applied,
     assert_close,
@@ -167,6 +169,107 @@ def test_auto_is_unit_for_matrices_and_graft_for_norms() -> None:
     for name in ("0", "3"):
         assert_same(of_layer(found["auto"], name), of_layer(found["unit"], name))
     assert_same(of_layer(found["auto"], "1"), of_layer(found["graft"], "1"))
+
+
+class Reader(nn.Module):
+    """Embeddings and linear layers, as a model of text has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(7, 4)
+        self.inner = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.inner(self.tokens(ids)))))
+
+
+def read(model: nn.Module, rescale: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    ids = torch.randint(5, (8, 6), generator=torch.Generator().manual_seed(0))
+    optimizer = frozen_kfac(model, rescale=rescale, loss_average="token")
+    return applied(model, optimizer, (ids.flatten(), ids.flatten() % 3))
+
+
+def test_auto_takes_orthogonal_steps_in_models_of_sequences() -> None:
+    found = {rule: read(Reader(), rule)[1] for rule in ("auto", "orthogonal", "graft")}
+    for name in ("inner", "head"):
+        assert_same(of_layer(found["auto"], name), of_layer(found["orthogonal"], name))
+    assert_same(of_layer(found["auto"], "norm"), of_layer(found["graft"], "norm"))
+
+
+def test_auto_moves_every_token_of_the_batch_equally_far_along_its_own_step() -> None:
+    solved, found = (read(Reader(), rule)[1]["tokens.weight"] for rule in (None, "auto"))
+    assert_close(found.square().mean(-1), torch.tensor([1.0, 1, 1, 1, 1, 0, 0]))
+    assert_close(nn.functional.normalize(found), nn.functional.normalize(solved))
+
+
+def test_auto_leaves_tokens_without_statistics_their_gradients() -> None:
+    model = Reader()
+    optimizer = frozen_kfac(model, rescale="auto", loss_average="token")
+    ids = torch.arange(5)
+    applied(model, optimizer, (ids, ids % 3))
+    optimizer.factor_every = 1000
+    ids = torch.arange(7)
+    before, after = applied(model, optimizer, (ids, ids % 3))
+    assert_same(after["tokens.weight"][5:], before["tokens.weight"][5:])
+    assert_close(after["tokens.weight"][:5].square().mean(-1), torch.ones(5))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_token_that_is_not_in_the_batch_stays_where_it_is(nesterov: bool) -> None:
+    model = Reader()
+    options = {"momentum": 0.9, "nesterov": nesterov, "loss_average": "token"}
+    optimizer = frozen_kfac(model, rescale="auto", **options)
+    ids = torch.arange(5)
+    applied(model, optimizer, (ids, ids % 3))
+    _, after = applied(model, optimizer, (ids[:3], ids[:3] % 3))
+    assert_close(after["tokens.weight"].square().mean(-1), torch.tensor([1.0, 1, 1, 0, 0, 0, 0]))
+
+
+def test_vanishing_steps_of_tokens_are_none() -> None:
+    step = torch.tensor([[1e-320, 1e-200, 1e-3, 0.0]])
+    factors = column_factors(Update(step, step, (0.1,)))
+    assert_close(step * factors, torch.tensor([[0.0, 0.0, 1.0, 0.0]]))
+
+
+class GroupedQueryAttention(nn.Linear):
+    """What somebody calls attention."""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.MultiheadAttention(4, 2), True),
+        (nn.TransformerEncoderLayer(4, 2, 8), True),
+        (nn.Sequential(nn.Linear(2, 2), GroupedQueryAttention(2, 2)), True),
+        (nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)), True),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)), False),
+    ],
+)
+def test_models_of_sequences_are_known(module: nn.Module, expected: bool) -> None:
+    assert reads_sequences(module) is expected
+    assert reads_sequences(nn.Sequential(module)) is expected
+
+
+def test_a_model_that_has_become_one_of_sequences_has_the_rules_of_a_new_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1))
+    model.append(nn.Embedding(3, 2))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    rules = [state.rule for state in optimizer._preconditioner.layers.values()]
+    assert rules == ["orthogonal", "columns"]
+
+
+def test_auto_takes_orthogonal_steps_in_convolutions_and_unit_steps_behind_them() -> None:
+    found = {}
+    for rescale in ("auto", "orthogonal", "unit"):
+        model = cnn()
+        found[rescale] = applied(model, frozen_kfac(model, rescale=rescale), images())[1]
+    for name, expected in (("0", "orthogonal"), ("2", "orthogonal"), ("5", "unit")):
+        assert_same(of_layer(found["auto"], name), of_layer(found[expected], name))
 
 
 def test_auto_is_the_default() -> None:

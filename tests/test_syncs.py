@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,6 +93,19 @@ def test_a_plain_step_waits_for_nothing(options: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_factor_step_waits_for_nothing(options: str) -> None:
     assert not waits(2, OPTIONS[options])
+
+
+def test_a_step_of_a_model_of_sequences_waits_for_nothing() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    base = SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = kronfac.KFAC(model, base, momentum=0.9, refresh_every=8, early_refresh=False)
+    data = torch.arange(5), torch.arange(5) % 3
+    step(model, optimizer, data)
+    with CountWaits() as counter:
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        optimizer.step()
+    assert not counter.waits
 
 
 def test_a_factor_step_of_sampled_labels_waits_for_nothing() -> None:

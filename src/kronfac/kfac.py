@@ -52,15 +52,17 @@ class KFAC(Preconditioned):
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators);
             ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond.
         power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,
-            suits some transformers better. Below 1 only with the eigen solver.
+            may suit some models better. Below 1 only with the eigen solver.
         momentum: heavy ball taken before preconditioning; the base then usually has none.
         nesterov: look ahead with it.
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
             ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"orthogonal"``
             (as Muon's: the nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and
             momentum from a quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and
-            :meth:`observe`). ``"auto"`` is ``"unit"`` for matrices and ``"graft"`` for norms and
-            embeddings; it is ``None`` with a damping that adapts itself.
+            :meth:`observe`). ``"auto"`` is ``"orthogonal"`` for convolutions and for linear layers of
+            models that attend or have embeddings, ``"unit"`` for other linear layers, a root mean
+            square of 1 for each token's vector, and ``"graft"`` for norms; it is ``None`` with a damping
+            that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layers import Layer
+from kronfac.length import Rule
 from kronfac.methods.block import Block, bytes_of
 from kronfac.statistics import Pending, Running
 
@@ -40,6 +41,8 @@ class LayerState:
         self.observed = self.works = True
         #: Whether statistics are compared with those of earlier refreshes, which are then kept.
         self.compares = False
+        #: How its step gets its length.
+        self.rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
         self._make_block = make_block

@@ -18,7 +18,7 @@ from kronfac import checkpoint
 from kronfac.batching import Batches
 from kronfac.capture import Capture
 from kronfac.clipping import clip_gradients
-from kronfac.config import Options, Schedules, is_matrix
+from kronfac.config import Options, Schedules
 from kronfac.damping import AdaptiveDamping
 from kronfac.distributed.ledger import Ledger
 from kronfac.distributed.ownership import Ownership
@@ -28,6 +28,7 @@ from kronfac.distributed.team import Team
 from kronfac.layer_state import BlockFactory, LayerState
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
+from kronfac.length import reads_sequences, rule_of
 from kronfac.missing import Missing
 from kronfac.observe import Observer
 from kronfac.phases import Phases
@@ -111,6 +112,9 @@ class Preconditioner:
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
+        sequences = reads_sequences(self.model)
+        for state in self.layers.values():
+            state.rule = rule_of(state.layer, options.rescale, sequences)
         self._batches.clear()
         for module, states in watched.items():
             self.capture.attach_module(module, states)
@@ -411,7 +415,10 @@ class Preconditioner:
             assert state.solution is not None
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
             raw = state.block.raw_columns(state.solution)
-            updates.append((state, Update(gradients[state], after, own, raw)))
+            moving = None
+            if state.rule == "columns" and state.has_momentum:
+                moving = (state.layer.gradient() != 0).any(-2, keepdim=True)
+            updates.append((state, Update(gradients[state], after, own, raw, moving)))
         return updates
 
     def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
@@ -427,14 +434,12 @@ class Preconditioner:
 
     def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
-        rule, steps = self.options.rescale, [update for _, update in updates]
-        if rule == "orthogonal":
-            steps = orthogonal_steps(steps)
-        if rule == "kl-clip":
-            factors: Sequence[float | Tensor] = [self._kl_clip(steps)] * len(steps)
+        rules = [state.rule for state, _ in updates]
+        steps = orthogonal_steps(rules, [update for _, update in updates])
+        if self.options.rescale == "kl-clip":
+            factors: list[float | Tensor] = [self._kl_clip(steps)] * len(steps)
         else:
-            matrices = [is_matrix(state.layer) for state, _ in updates]
-            factors = own_factors(rule, steps, matrices)
+            factors = own_factors(rules, steps)
         for (state, _), step, length in zip(updates, steps, factors, strict=True):
             if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
                 for target, value in state.layer.places(step.after):

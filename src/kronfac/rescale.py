@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kronfac.batching import MAX_ELEMENTS
+from kronfac.length import Rule
 from kronfac.linalg.orthogonal import nearest_orthogonal
 
 
@@ -19,13 +20,14 @@ class Update:
 
     ``rates`` are the learning rates of the matrix's columns: one number, or two when the bias, the
     last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
-    gradient whatever the others do.
+    gradient whatever the others do, ``moving`` those that have one at this step, if that matters.
     """
 
     before: Tensor
     after: Tensor
     rates: tuple[float | Tensor, ...]
     raw: Tensor | None = None
+    moving: Tensor | None = None
 
     def times(self, factor: float | Tensor) -> Tensor:
         """The step at another length."""
@@ -37,19 +39,19 @@ class Update:
         return matrix if self.raw is None else matrix.masked_fill(self.raw, 0)
 
 
-def own_factors(
-    rule: str | None, updates: Sequence[Update], matrices: Sequence[bool]
-) -> Sequence[float | Tensor]:
-    """Factors of the rules that look at each layer alone; ``matrices`` tells which layers are one."""
-    if rule == "graft":
-        return graft_factors(updates)
-    if rule in ("unit", "orthogonal"):
-        return [unit_factor(update) for update in updates]
-    if rule == "auto":  # Muon's norm for matrices, the gradient's for norms and embeddings
-        both = list(zip(updates, matrices, strict=True))
-        grafts = iter(graft_factors([update for update, matrix in both if not matrix]))
-        return [unit_factor(update) if matrix else next(grafts) for update, matrix in both]
-    return [1.0] * len(updates)
+def own_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[float | Tensor]:
+    """Factors of the rules that look at each layer alone."""
+    grafted = [u for rule, u in zip(rules, updates, strict=True) if rule == "graft"]
+    grafts = iter(graft_factors(grafted))
+    factors: list[float | Tensor] = []
+    for rule, update in zip(rules, updates, strict=True):
+        if rule == "graft":
+            factors.append(next(grafts))
+        elif rule in ("unit", "orthogonal"):
+            factors.append(unit_factor(update))
+        else:
+            factors.append(column_factors(update) if rule == "columns" else 1.0)
+    return factors
 
 
 def graft_factors(updates: Sequence[Update]) -> list[Tensor]:
@@ -75,18 +77,35 @@ def unit_factor(update: Update) -> Tensor:
     return _ratio(torch.full_like(norm, target), norm)
 
 
-def orthogonal_steps(updates: Sequence[Update]) -> list[Update]:
-    """The nearest orthogonal matrix in place of each step; small ones of equal shape together."""
+def column_factors(update: Update) -> Tensor:
+    """Factors that give each column, a token's vector, a root mean square of 1.
+
+    A token that is not in the batch stays where it is: momentum would go on with the same long step.
+    """
+    norms = update.known(update.after).norm(dim=-2, keepdim=True)
+    if update.moving is not None:
+        norms = norms * update.moving
+    norms = norms.where(norms > torch.finfo(norms.dtype).tiny ** 0.5, 0)
+    return _ratio(torch.full_like(norms, math.sqrt(update.after.shape[-2])), norms)
+
+
+def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[Update]:
+    """The nearest orthogonal matrix in place of the steps with that rule; small equal ones together."""
     found: dict[int, Tensor] = {}
     alike: dict[Hashable, list[int]] = {}
-    for index, update in enumerate(updates):
+    for index, (rule, update) in enumerate(zip(rules, updates, strict=True)):
+        if rule != "orthogonal":
+            continue
         after = update.after
         alone = index if after.numel() > MAX_ELEMENTS else None
         alike.setdefault((after.shape, after.dtype, after.device, alone), []).append(index)
     for indices in alike.values():
         steps = torch.stack([updates[index].known(updates[index].after) for index in indices])
         found |= dict(zip(indices, nearest_orthogonal(steps).unbind(), strict=True))
-    return [replace(update, after=found[index]) for index, update in enumerate(updates)]
+    return [
+        replace(update, after=found[index]) if index in found else update
+        for index, update in enumerate(updates)
+    ]
 
 
 def kl_clip_sum(updates: Sequence[Update]) -> Tensor:

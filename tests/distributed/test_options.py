@@ -30,6 +30,7 @@ CASES = [
     case("transformer", steps=5),
     case("transformer", base="adamw", solver="cholesky", sharing="reduce", steps=5),
     case("transformer", loss_average="token", steps=5),
+    case("transformer", rescale="auto", base="sgd", momentum=0.9, nesterov=True, steps=5),
     case("shared", steps=5),
     case("shared", base="adamw", momentum=0.9, steps=5),
     case("mlp", uneven=True, steps=5),

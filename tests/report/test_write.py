@@ -229,6 +229,17 @@ def test_twenty_runs(tmp_path: Path) -> None:
     assert "20 runs · 5 optimizers" in found.words
 
 
+def test_what_a_run_is_judged_by_comes_first(tmp_path: Path) -> None:
+    images = page(tmp_path / "one", make_run(tmp_path, steps=40))
+    words = page(tmp_path / "two", make_run(tmp_path, steps=40, recipe="text", text=True))
+    order = ["Test accuracy", "Test loss", "Training loss"]
+    for found, expected in ((images, order), (words, [order[1], order[2], order[0]])):
+        titles = [title for title in found.text["b"] if title in order]
+        assert list(dict.fromkeys(titles)) == expected
+    assert "equal factors of the error" in images.words
+    assert "equal factors of the error" not in words.words
+
+
 def test_several_recipes_are_chapters(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "kfac", steps=40)
     make_run(tmp_path / "runs", "kfac", steps=40, recipe="text", text=True)

@@ -55,6 +55,11 @@ def test_kfac_gives_its_momentum_to_parameters_that_it_leaves_out() -> None:
     assert ours["weight_decay"] == others["weight_decay"] == 0.01
 
 
+def test_kfac_gives_its_momentum_to_none_that_has_it_already() -> None:
+    optimizer = build("kfac", momentum=0.9, nesterov=True, other_lr=0.3)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.0, 0.0]
+
+
 def test_kfac_may_have_adamw_as_its_base() -> None:
     optimizer = build("kfac", base="adamw", betas=[0.8, 0.9], rescale="graft")
     assert isinstance(optimizer.base, torch.optim.AdamW)

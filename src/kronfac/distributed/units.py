@@ -54,7 +54,7 @@ class LayerUnit:
         name: the layer's name, unique in the model.
         statistics: what is observed.
         parts: what is solved.
-        precondition_flops: operations to apply the solution, at every step.
+        precondition_flops: operations to apply the solution and make the step orthogonal, at every step.
         gradient_elements: size of its gradient.
         itemsize: bytes of each number of solution and gradient.
         tied_to: name of the first layer whose parameters it shares (itself if none): such layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kronfac.distributed.packing import packed_elements
 from kronfac.distributed.units import LayerUnit, PartUnit, StatisticUnit
 from kronfac.layer_state import LayerState
+from kronfac.linalg.orthogonal import orthogonal_flops
 
 
 def unit_of(name: str, state: LayerState, triangles: bool, tied_to: str) -> LayerUnit:
@@ -27,11 +28,12 @@ def unit_of(name: str, state: LayerState, triangles: bool, tied_to: str) -> Laye
         keys = tuple(f"{name}/{key}" for key in described.statistics)
         parts.append(PartUnit(part, keys, described.flops, elements, described.shared_flops))
     shape = state.layer.matrix_shape
+    further = orthogonal_flops(*shape) if state.rule == "orthogonal" else 0
     return LayerUnit(
         name,
         tuple(statistics),
         tuple(parts),
-        block.cost.precondition_flops,
+        block.cost.precondition_flops + further,
         packed_elements(shape, False),
         itemsize,
         tied_to,

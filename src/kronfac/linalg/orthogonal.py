@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,11 +24,55 @@ def nearest_orthogonal(matrices: Tensor) -> Tensor:
     # In two divisions, since squares of the largest and smallest floats are none.
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(_tiny(x))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(_tiny(x))
+    x = _small_products(x) if _is_wide(*x.shape[-2:]) else _large_products(x)
+    return x.mT if tall else x
+
+
+def _large_products(x: Tensor) -> Tensor:
+    """Each step on the matrix itself."""
     first, third, fifth = _COEFFICIENTS
     for _ in range(_STEPS):
         square = x @ x.mT
         x = first * x + (third * square + fifth * (square @ square)) @ x
-    return x.mT if tall else x
+    return x
+
+
+def _small_products(x: Tensor) -> Tensor:
+    """The same polynomial from ``S = X Xᵀ``, which all steps commute with: ``X`` is used twice only."""
+    first, third, fifth = _COEFFICIENTS
+    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+    square = x @ x.mT
+    total = None
+    for number in range(_STEPS):
+        step = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+        step.diagonal(dim1=-2, dim2=-1).add_(first)
+        total = step if total is None else step @ total
+        if number < _STEPS - 1:
+            half = step @ square
+            square = half @ step
+    assert total is not None
+    return (total @ x).reshape(shape)
+
+
+def _is_wide(m: int, n: int) -> bool:
+    """Whether small products are fewer operations, for ``m <= n``."""
+    return _wide_flops(m, n) < _square_flops(m, n)
+
+
+def _square_flops(m: int, n: int) -> int:
+    return _STEPS * (4 * m**2 * n + 2 * m**3)
+
+
+def _wide_flops(m: int, n: int) -> int:
+    return 4 * m**2 * n + (8 * _STEPS - 6) * m**3
+
+
+def orthogonal_flops(*shape: int) -> int:
+    """Operations of :func:`nearest_orthogonal` for matrices of a shape ``*b, m, n``."""
+    *batch, m, n = shape
+    shorter, longer = min(m, n), max(m, n)
+    flops = _wide_flops if _is_wide(shorter, longer) else _square_flops
+    return math.prod(batch) * flops(shorter, longer)
 
 
 def _tiny(x: Tensor) -> float:

@@ -94,6 +94,8 @@ def progress(chapter: Chapter) -> Section:
     training = _present([curve(g, "steps", "loss") for g in groups])
     if training:
         charts.append(Chart("Training loss", training, _loss_scale(_values(training))))
+    if chapter.metric == "loss":  # what it is about comes first
+        charts.sort(key=lambda chart: chart.title == "Test accuracy")
     if not charts:
         return "Progress", paragraph("No step and no evaluation was recorded.")
     pairs = [
@@ -103,7 +105,7 @@ def progress(chapter: Chapter) -> Section:
     thin = any(len(g.runs) > 1 for g in groups)
     said = "Bold lines are medians over the runs, thin lines are single runs. " if thin else ""
     said += "Seconds are those of training: evaluation is not counted."
-    if charts[0].scale.kind == "accuracy":
+    if any(chart.scale.kind == "accuracy" for chart in charts):
         said += " Equal distances between accuracies are equal factors of the error."
     return "Progress", join([toolbar(groups), *pairs, paragraph(said, "note")])
 

@@ -11,12 +11,12 @@ from glob import escape
 from pathlib import Path
 
 from kronfac import report as pictures
-from kronfac.report.read import read_run
+from kronfac.report.read import Run, read_run
 from kronfac.report.summary import reached
 from kronfac.train import launch
 from kronfac.train.belonging import FREE, TARGETS, check_folder
 from kronfac.train.errors import UserError
-from kronfac.train.events import Event, Listener
+from kronfac.train.events import Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.ranks import current
 from kronfac.train.recipe import Recipe
@@ -137,23 +137,25 @@ def table(folder: Path, recipe: str, names: Sequence[str]) -> list[str]:
     for name in names:
         paths = sorted(folder.glob(f"{escape(f'{recipe}-{name}-s')}[0-9]*/events.jsonl"))
         runs = [run for path in paths if (run := read_run(path.parent)) is not None]
-        ends = [run.finish for run in runs if run.finish is not None]
         marks = [reached(run) for run in runs]  # infinite for a miss
         hits = sum(math.isfinite(mark.step) for mark in marks)
         steps, seconds = _median([m.step for m in marks]), _median([m.seconds for m in marks])
         lines.append(
-            f"{name:<{width}}{len(runs):>5}{_final(ends):>10}{f'{hits}/{len(runs)}':>9}"
+            f"{name:<{width}}{len(runs):>5}{_final(runs):>10}{f'{hits}/{len(runs)}':>9}"
             f"{'-' if steps is None else f'{steps:.0f}':>8}"
             f"{'-' if seconds is None else f'{seconds:.1f}':>10}"
         )
     return [*lines, "(median over seeds; steps and seconds of training to the target)"]
 
 
-def _final(ends: Sequence[Event]) -> str:
-    accuracy = _median([one["accuracy"] for one in ends if one["accuracy"] is not None])
+def _final(runs: Sequence[Run]) -> str:
+    def middle(metric: str) -> float | None:
+        ends = [run.finish for run in runs if run.finish is not None and run.metric == metric]
+        return _median([end[metric] for end in ends if end[metric] is not None])
+
+    accuracy, loss = middle("accuracy"), middle("loss")
     if accuracy is not None:
         return f"{accuracy:.2%}"
-    loss = _median([one["loss"] for one in ends if one["loss"] is not None])
     return "-" if loss is None else f"{loss:.4f}"
 
 

@@ -43,5 +43,6 @@ def result_of(
         stats=end.get("stats", {}),
         memory=max((one.get("memory") or 0 for one in events if one["event"] == "step"), default=0),
         folder=folder.path,
+        metric=start.get("metric", "accuracy"),
         was_finished=True,
     )

@@ -50,7 +50,9 @@ class Loop:
         self.stepper = Stepper(setup, self.clock)
         self.step = 0
         count = sum(p.numel() for p in setup.plain.parameters())
-        self.result = Result(parameters=count, steps_per_epoch=setup.steps_per_epoch)
+        self.result = Result(
+            parameters=count, steps_per_epoch=setup.steps_per_epoch, metric=setup.metric
+        )
         self._logged = (0, 0.0)
         self._saved = -1
 

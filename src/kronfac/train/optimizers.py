@@ -134,7 +134,8 @@ def _kfac_groups(
 ) -> list[dict[str, Any]]:
     """Parameters that K-FAC steps at its own length, and the others at theirs.
 
-    K-FAC's momentum does not reach the others, so that they get the same from the base optimizer.
+    K-FAC's momentum does not reach the others at unit and orthogonal steps, so that they get the same
+    from the base optimizer.
     """
     own_length = own.get("rescale") in ("unit", "orthogonal")
     apart = "other_lr" in base or own_length or base.get("other") == "adamw"
@@ -142,7 +143,8 @@ def _kfac_groups(
         return [{"params": list(model.parameters()), "lr": base["lr"]}]
     other: dict[str, Any] = {}
     if base.get("base", "sgd") == "sgd":
-        other["momentum"] = base.get("other_momentum", own.get("momentum", 0.0))
+        same = own.get("momentum", 0.0) if own_length else 0.0
+        other["momentum"] = base.get("other_momentum", same)
         other["nesterov"] = bool(own.get("nesterov", False) and other["momentum"])
     if "other_weight_decay" in base:
         other["weight_decay"] = base["other_weight_decay"]

@@ -92,7 +92,7 @@ class Progress:
         text = f"step {now['step']:,}/{steps:,}  epoch {now['epoch']:.2f}/{whole:.2f}"
         loss = self.step["loss"]
         text += f"  loss {loss:.4f}" if loss is not None else "  loss not finite"
-        if self.tested and self.tested["accuracy"] is not None:
+        if self.tested and self.start["metric"] == "accuracy":
             text += f"  test {self.tested['accuracy']:.2%}"
         elif self.tested:
             text += f"  test loss {self.tested['loss']:.4f}"
@@ -181,7 +181,7 @@ def make(stream: TextIO | None = None) -> Progress:
 def outcome(end: Event, start: Event, target: Event) -> str:
     """How long a run was, how good, and when it reached its target, from these events."""
     parts = [f"{end['step']:,} steps in {end['seconds']:.1f} s"]
-    if end["accuracy"] is not None:
+    if end["accuracy"] is not None and start["metric"] == "accuracy":
         parts.append(f"test accuracy {end['accuracy']:.2%}")
     elif end["loss"] is not None:
         parts.append(f"test loss {end['loss']:.4f}")
@@ -197,11 +197,9 @@ def outcome(end: Event, start: Event, target: Event) -> str:
 
 def finished(result: Result, train: TrainPart) -> str:
     """The line of a run that was finished before."""
-    by_loss = train.target_loss is not None
-    start: Event = {
-        "target": train.target_loss if by_loss else train.target,
-        "metric": "loss" if by_loss else "accuracy",
-    }
+    metric = result.metric if train.target_loss is None else "loss"
+    wanted = train.target_loss if metric == "loss" else train.target
+    start: Event = {"target": wanted, "metric": metric}
     names = ("status", "step", "seconds", "accuracy", "loss")
     end = {name: getattr(result, name) for name in names}
     target = {} if result.target is None else asdict(result.target)

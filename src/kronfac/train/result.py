@@ -37,6 +37,7 @@ class Result:
         stats: of ``optimizer.stats()``, for K-FAC, with counts since step 0.
         memory: the most bytes that were in use.
         folder: the run folder, if there is one.
+        metric: what it is judged by, ``"accuracy"`` or ``"loss"``.
         was_finished: the run to resume had come to its end before, so that nothing was done.
     """
 
@@ -53,6 +54,7 @@ class Result:
     stats: dict[str, Any] = field(default_factory=dict)
     memory: int = 0
     folder: Path | None = None
+    metric: str = "accuracy"
     was_finished: bool = False
 
     @property

@@ -100,7 +100,7 @@ def _check_text(job: Job) -> None:
     """Refuse what is for images only."""
     if job.train.target is not None:
         raise UserError(
-            f"train.target = {job.train.target} is an accuracy, which is not measured on text; set "
+            f"train.target = {job.train.target} is an accuracy, and text is judged by its loss; set "
             "train.target_loss instead."
         )
     if job.data.augment:

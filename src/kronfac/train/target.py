@@ -18,5 +18,4 @@ def first_reached(train: TrainPart, curve: Iterable[Evaluation]) -> Reached | No
 def _meets(train: TrainPart, found: Evaluation) -> bool:
     if train.target_loss is not None and found.loss <= train.target_loss:
         return True
-    accuracy = found.accuracy
-    return train.target is not None and accuracy is not None and accuracy >= train.target
+    return train.target is not None and found.accuracy >= train.target
