@@ -26,6 +26,8 @@ EPOCHS = 4
 BATCH = 64
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
+    "rescale='unit'": {"rescale": "unit"},
+    "rescale='orthogonal'": {"rescale": "orthogonal"},
     "rescale='graft'": {"rescale": "graft"},
     "rescale=None": {"rescale": None},
     "rescale='kl-clip'": {"rescale": "kl-clip"},
