@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
 from kronfac.config import Options
-from kronfac.hooks import Hook, first_tensor, is_batched, watch_gradient
+from kronfac.hooks import (
+    Hook,
+    OutputView,
+    first_tensor,
+    is_batched,
+    source_of,
+    watch_gradient,
+    watch_product,
+)
 from kronfac.layer_state import LayerState
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.phases import Phases
@@ -43,6 +51,18 @@ class Watch:
         self.traced.add(part, number, state.layer)
 
 
+class Edge:
+    """A product of the last forward, for gradients that ``observe()`` asks for."""
+
+    def __init__(self, state: LayerState, seen: Pass, kept: list[Any], product: Tensor) -> None:
+        source = source_of(product)
+        self.state = state
+        self.seen = seen
+        self.kept = kept
+        self.view = OutputView(product, source)
+        self.gradient = get_gradient_edge(source)
+
+
 class Capture:
     """Collects what the layers of one model see, for one optimizer."""
 
@@ -51,7 +71,7 @@ class Capture:
         self.phases = phases
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
-        self.edges: list[tuple[LayerState, Pass, list[Any], GradientEdge]] = []
+        self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
         self.calls = compiled.Calls()
@@ -298,9 +318,9 @@ class Capture:
             return
         kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
         if self.options.sampled:
-            self.edges.append((state, seen, kept, get_gradient_edge(product)))
+            self.edges.append(Edge(state, seen, kept, product))
         else:
-            product.register_hook(partial(self._backward, state, seen, kept))
+            watch_product(product, partial(self._backward, state, seen, kept))
 
     def observe_call(self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""

@@ -92,27 +92,77 @@ def first_tensor(value: Any, least_dim: int = 1, needs_grad: bool = False) -> Te
     return None
 
 
+class OutputView:
+    """How the gradient of an output is read off that of :func:`source_of` the output."""
+
+    def __init__(self, output: Tensor, source: Tensor) -> None:
+        self._size, self._strides = output.size(), output.stride()
+        self._offset = output.storage_offset() - source.storage_offset()
+        self._source_strides = source.stride()
+        dense = output.is_contiguous() and source.is_contiguous()
+        self._whole = output is source or (dense and output.numel() == source.numel())
+
+    def restore(self, grad: Tensor) -> Tensor:
+        """The part of the source's gradient that belongs to the output, in the output's shape."""
+        if self._whole:
+            return grad.reshape(self._size)
+        if grad.stride() != self._source_strides or grad.storage_offset():
+            placed = torch.empty_strided(
+                grad.size(), self._source_strides, dtype=grad.dtype, device=grad.device
+            )
+            grad = placed.copy_(grad)
+        return grad.as_strided(self._size, self._strides, self._offset)
+
+
+def source_of(output: Tensor) -> Tensor:
+    """The tensor whose gradient holds that of an output even if the output is changed in place later.
+
+    An in-place operation on a view (a linear layer's output on inputs of three dimensions is one)
+    moves the view behind the operation: backward then passes through the base and leaves out the
+    node that the view had before. So it is the base of a view.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or base.dtype != output.dtype:
+        return output
+    return base
+
+
+def watch_product(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with the gradient of an output, whatever happens to the output in place."""
+    source = source_of(output)
+    source.register_hook(partial(_restored, OutputView(output, source), hook))
+
+
+def _restored(view: OutputView, hook: Callable[[Tensor], None], grad: Tensor) -> None:
+    if not is_batched(grad):
+        hook(view.restore(grad))
+
+
 def watch_gradient(output: Tensor, hook: Callable[[Tensor | None], None]) -> None:
     """Call the hook with the gradient of an output, or of what it is a copy of in another precision.
 
     Trainers cast the outputs of a model to single precision, but a loss that the model has computed
     itself comes from the tensor before that.
     """
-    edge = get_gradient_edge(output)
+    source = source_of(output)
+    edge = get_gradient_edge(source)
     node, index = edge.node, edge.output_nr
     while node.name().startswith("ToCopyBackward"):
-        source, index = node.next_functions[0]
-        assert source is not None
-        node = source
-    node.register_prehook(partial(_pass_on, hook, index))
+        following, index = node.next_functions[0]
+        assert following is not None
+        node = following
+    node.register_prehook(partial(_pass_on, OutputView(output, source), hook, index))
 
 
 def _pass_on(
-    hook: Callable[[Tensor | None], None], index: int, grads: tuple[Tensor | None, ...]
+    view: OutputView,
+    hook: Callable[[Tensor | None], None],
+    index: int,
+    grads: tuple[Tensor | None, ...],
 ) -> None:
     grad = grads[index]
     if grad is None or not is_batched(grad):
-        hook(grad)
+        hook(None if grad is None else view.restore(grad))
 
 
 def is_batched(grad: Tensor) -> bool:

@@ -96,7 +96,7 @@ class Observer:
 
     def _share_terms(self, weights: Tensor) -> None:
         """Tell the passes how many loss terms they have, by their share of the samples."""
-        passes = {seen: None for _, seen, *_ in self.capture.edges}
+        passes = {edge.seen: None for edge in self.capture.edges}
         passes |= {seen: None for _, seen in self.capture.calls.products.values()}
         terms = weights.sum(dtype=count_dtype(weights.device))
         samples = max(1, sum(seen.samples for seen in passes))
@@ -108,13 +108,14 @@ class Observer:
         self._send_compiled(outputs, gradient, draw, share)
         if not self.capture.edges:
             return
-        edges = [edge for *_, edge in self.capture.edges]
+        edges = [edge.gradient for edge in self.capture.edges]
         found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
         with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
-            for (state, seen, kept, _), grad in zip(self.capture.edges, found, strict=True):
+            for edge, grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
+                    grad, kept = edge.view.restore(grad), tuple(edge.kept)
                     self.capture.observe_output(
-                        state, seen, grad, tuple(kept), draw, share, scaled=False
+                        edge.state, edge.seen, grad, kept, draw, share, scaled=False
                     )
 
     def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
