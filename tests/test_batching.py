@@ -139,6 +139,44 @@ def test_resume_is_bit_for_bit(way: str) -> None:
     assert_same(parameters(again), parameters(model))
 
 
+@pytest.mark.parametrize("absent", [{0, 1}, {1, 2}, {2}, {5}], ids=str)
+def test_resume_is_bit_for_bit_after_a_layer_missed_steps(absent: set[int], way: str) -> None:
+    def run(model: Twins, optimizer: kronfac.KFAC, numbers: range) -> None:
+        for number in numbers:
+            model.linear[1].requires_grad_(number not in absent)
+            step(model, optimizer, batch(number))
+
+    model = Twins()
+    optimizer = kfac(model, refresh_every=3)
+    run(model, optimizer, range(4))
+    saved = saved_and_loaded([model.state_dict(), optimizer.state_dict()])
+    run(model, optimizer, range(4, 8))
+    again = Twins()
+    resumed = kfac(again, refresh_every=3)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    run(again, resumed, range(4, 8))
+    assert_same(parameters(again), parameters(model))
+
+
+def test_a_layer_that_was_late_joins_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    apply = kronfac.methods.kfac.KFACBlock.precondition
+
+    def spy(self: Any, solution: Any, gradient: Tensor, damping: float) -> Tensor:
+        if gradient.shape[-2:] == (4, 5):
+            seen.append(len(gradient))
+        return apply(self, solution, gradient, damping)
+
+    monkeypatch.setattr(kronfac.methods.kfac.KFACBlock, "precondition", spy)
+    model = Twins()
+    optimizer = kfac(model)
+    for number in range(4):
+        model.linear[1].requires_grad_(number not in (0, 2))
+        step(model, optimizer, batch(number))
+    assert seen == [2, 3, 2, 3]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_copies_and_pickles_go_on_bit_for_bit(copied: Any, way: str) -> None:
     model = Twins()

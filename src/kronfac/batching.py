@@ -1,13 +1,15 @@
 """Small layers of equal shape are preconditioned together: one batched product instead of many calls.
 
 On several cores, or on a GPU, a product of small matrices does not keep the device busy; a batch of them
-does. Solutions of a batch live side by side in one tensor, of which each layer holds its part.
+does. Solutions of a batch live side by side in one tensor, of which each layer holds its part. Which
+layers go together depends on who has a gradient at this step and on nothing earlier, so that a run that
+was resumed computes the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,20 +22,32 @@ MAX_ELEMENTS = 2**18
 
 
 class Batch:
-    """The solutions of some layers, side by side."""
+    """The solutions of all layers of one kind, side by side."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
         self.states = list(states)
         self._stacked: dict[str, Tensor] = {}
         self._known: list[dict[str, Tensor] | None] = [None] * len(states)
 
-    def precondition(self, gradients: Sequence[Tensor], damping: float) -> Sequence[Tensor]:
-        """Apply each layer's solution to its gradient."""
-        block = self.states[0].block
-        return block.precondition(self._solutions(), torch.stack(list(gradients)), damping).unbind()
+    def precondition(
+        self, gradients: Mapping[LayerState, Tensor], damping: float
+    ) -> dict[LayerState, Tensor]:
+        """Apply the solutions of those layers that have a gradient."""
+        here = [index for index, state in enumerate(self.states) if state in gradients]
+        solutions = self._solutions(here)
+        if len(here) < len(self.states):
+            solutions = {
+                name: torch.stack([value[index] for index in here])
+                for name, value in solutions.items()
+            }
+        states = [self.states[index] for index in here]
+        stacked = torch.stack([gradients[state] for state in states])
+        found = states[0].block.precondition(solutions, stacked, damping)
+        return dict(zip(states, found.unbind(), strict=True))
 
-    def _solutions(self) -> dict[str, Tensor]:
-        for index, state in enumerate(self.states):
+    def _solutions(self, here: Iterable[int]) -> dict[str, Tensor]:
+        for index in here:
+            state = self.states[index]
             if state.solution is not self._known[index]:
                 self._put(index, state)
         return self._stacked
@@ -50,7 +64,7 @@ class Batch:
 
 
 class Batches:
-    """Which layers go together; a layer that misses a step leaves its batch for that step."""
+    """The batches of one model's layers."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
@@ -61,34 +75,37 @@ class Batches:
         self._batches.clear()
 
     def precondition(
-        self, gradients: dict[LayerState, Tensor], damping: float
+        self,
+        gradients: Mapping[LayerState, Tensor],
+        states: Iterable[LayerState],
+        damping: float,
     ) -> dict[LayerState, Tensor]:
-        """Apply the solutions of layers that all have one."""
+        """Apply solutions to the gradients of this step, given all layers that there are."""
         alike: dict[Hashable, list[LayerState]] = {}
         result: dict[LayerState, Tensor] = {}
-        for state in gradients:
-            alike.setdefault(_kind(state), []).append(state)
-        for kind, states in alike.items():
-            batch = self._batch(kind, states)
-            if batch is None:
-                for state in states:
-                    result[state] = self._alone(state, gradients[state], damping)
+        for state in states:
+            if state.solution is not None:
+                alike.setdefault(_kind(state), []).append(state)
+        for kind, members in alike.items():
+            present = {state: gradients[state] for state in members if state in gradients}
+            if kind is None or len(present) < 2:
+                for state, gradient in present.items():
+                    result[state] = self._alone(state, gradient, damping)
             else:
-                with self._phases.part("precondition", *(state.name for state in states)):
-                    found = batch.precondition([gradients[state] for state in states], damping)
-                result |= dict(zip(states, found, strict=True))
-        return result
+                with self._phases.part("precondition", *(state.name for state in present)):
+                    result |= self._batch(kind, members).precondition(present, damping)
+        return {state: result[state] for state in gradients}
 
     def _alone(self, state: LayerState, gradient: Tensor, damping: float) -> Tensor:
         assert state.solution is not None
         with self._phases.part("precondition", state.name):
             return state.block.precondition(state.solution, gradient, damping)
 
-    def _batch(self, kind: Hashable, states: list[LayerState]) -> Batch | None:
-        if kind is None or len(states) == 1:
-            return None
-        batch = self._batches.setdefault(kind, Batch(states))
-        return batch if batch.states == states else None
+    def _batch(self, kind: Hashable, members: list[LayerState]) -> Batch:
+        batch = self._batches.get(kind)
+        if batch is None or batch.states != members:
+            batch = self._batches[kind] = Batch(members)
+        return batch
 
 
 def _kind(state: LayerState) -> Hashable:

@@ -25,6 +25,7 @@ from kronfac.hooks import (
     OutputView,
     first_tensor,
     is_batched,
+    observing,
     source_of,
     watch_gradient,
     watch_product,
@@ -192,6 +193,19 @@ class Capture:
         for state in self.states:
             state.pending.clear_outputs()
 
+    def zero_grad(self) -> None:
+        """Forget output gradients, and the graphs of all forwards but the newest.
+
+        Loops call it between forward and backward, so the newest forward stays, and all inputs do.
+        """
+        self.clear_outputs()
+        self.close_forwards()
+        if self.edges:
+            newest = self.edges[-1].seen
+            self.edges = [edge for edge in self.edges if edge.seen is newest]
+        for state in self.states:
+            state.pending.release_inputs()
+
     def clear(self) -> None:
         """Forget everything that is pending."""
         self.clear_outputs()
@@ -329,7 +343,7 @@ class Capture:
         first = inputs[0]
         if seen is None:
             seen = self._implicit_pass(state, first)
-        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+        with observing(first.device):
             self._observe_input(state, inputs, seen)
         return seen
 
@@ -380,7 +394,7 @@ class Capture:
     def _backward(self, state: LayerState, seen: Pass, kept: list[Any], grad: Tensor) -> None:
         if self._paused or state not in self.states or is_batched(grad):
             return
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with observing(grad.device):
             self.observe_output(state, seen, grad, tuple(kept))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             kept.clear()  # the graph, and this hook with it, may live on
@@ -393,7 +407,7 @@ class Capture:
             self._backward(state, seen, list(kept), grad)
         elif self.draw is not None:
             draw, share = self.draw
-            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+            with observing(grad.device):
                 self.observe_output(state, seen, grad, kept, draw, share, scaled=False)
 
     def observe_output(

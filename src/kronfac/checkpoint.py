@@ -126,6 +126,9 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, running in state.running.items():
         if running.sum is not None and state.keeps(name):
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
+        if running.statistic.occurrences:
+            rows = [running.row_share, float(running.fresh)]
+            entry[f"{name}.rows"] = torch.tensor(rows, dtype=torch.float64)
     for name, (last, before) in state.history.items():
         entry[f"{name}.last"], entry[f"{name}.before"] = last, before
     if state.compares:
@@ -159,7 +162,7 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     expected: dict[str, Shape] = {"momentum": state.layer.matrix_shape, "dropped": ()}
     for name, running in state.running.items():
         whole = running.statistic.sum_shape
-        expected |= {f"{name}.sum": whole, f"{name}.count": ()}
+        expected |= {f"{name}.sum": whole, f"{name}.count": (), f"{name}.rows": (2,)}
         expected |= {f"{name}.last": whole, f"{name}.before": whole}
     for name, shape in state.block.solution_shapes.items():
         expected[f"solution.{name}"] = shape
@@ -201,6 +204,10 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if f"{name}.sum" in entry and state.keeps(name):
             running.sum = read(f"{name}.sum", dtype)
             running.count = read(f"{name}.count", count_dtype(device))
+        running.fresh = f"{name}.rows" not in entry
+        if not running.fresh:
+            running.row_share, fresh = entry[f"{name}.rows"].tolist()
+            running.fresh = fresh > 0
         if f"{name}.last" in entry and state.keeps(name) and state.compares:
             state.history[name] = (read(f"{name}.last", dtype), read(f"{name}.before", dtype))
     _load_compared(state, entry)

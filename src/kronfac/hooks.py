@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -163,6 +164,17 @@ def _pass_on(
     grad = grads[index]
     if grad is None or not is_batched(grad):
         hook(None if grad is None else view.restore(grad))
+
+
+@contextmanager
+def observing(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor autocast, also on devices that know no autocast."""
+    with torch.no_grad():
+        if torch.amp.is_autocast_available(device.type):
+            with torch.autocast(device.type, enabled=False):
+                yield
+        else:
+            yield
 
 
 def is_batched(grad: Tensor) -> bool:

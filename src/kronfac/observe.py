@@ -9,6 +9,7 @@ from kronfac.capture import Capture
 from kronfac.compiled import keeping_buffers
 from kronfac.config import Fisher, check_count
 from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
+from kronfac.hooks import observing
 from kronfac.quadratic import Products
 from kronfac.statistics import count_dtype
 
@@ -110,7 +111,7 @@ class Observer:
             return
         edges = [edge.gradient for edge in self.capture.edges]
         found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
-        with torch.no_grad(), torch.autocast(outputs.device.type, enabled=False):
+        with observing(outputs.device):
             for edge, grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
                     grad, kept = edge.view.restore(grad), tuple(edge.kept)

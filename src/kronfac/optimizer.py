@@ -184,8 +184,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and the output gradients that were observed with them."""
         self.base.zero_grad(set_to_none=set_to_none)
-        self._preconditioner.capture.clear_outputs()
-        self._preconditioner.capture.close_forwards()
+        self._preconditioner.capture.zero_grad()
 
     @overload
     def step(self, closure: None = None) -> None: ...

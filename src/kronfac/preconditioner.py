@@ -307,17 +307,9 @@ class Preconditioner:
             pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
         for name, running in state.running.items():
             running.decay(decay)
-            total = pending.sums.get(name)
-            if total is None:
-                continue
-            source = running.statistic.source
-            if source == "input" and pending.rows is not None:
-                running.add(total, pending.rows)
-            elif source == "output" and pending.finite:
-                scale = normaliser.scale(running.statistic.degree)
-                running.add(total.mul_(scale), normaliser.count(pending.finite))
-            elif source == "gradient" and pending.gradients is not None:
-                running.add(total, pending.gradients)
+            found = pending.contribution(name, normaliser, in_place=True)
+            if found is not None:
+                running.add(*found)
 
     def _adaptive(self) -> AdaptiveInterval | None:
         interval = self.schedules.get("refresh_every")
@@ -374,6 +366,8 @@ class Preconditioner:
     def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
         """Use a new solution from now on; without one, the last good one stays."""
         step = self.clock.step
+        for running in state.running.values():
+            running.fresh = False
         if solution is None:
             state.failures += 1
             state.failures_in_a_row += 1
@@ -411,7 +405,8 @@ class Preconditioner:
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
         updates = []
-        for state, after in self._batches.precondition(gradients, damping).items():
+        found = self._batches.precondition(gradients, self.layers.values(), damping)
+        for state, after in found.items():
             assert state.solution is not None
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
             raw = state.block.raw_columns(state.solution)

@@ -21,6 +21,11 @@ from kronfac.statistics import count_dtype
 
 Vectors = Mapping[nn.Parameter, Tensor]
 
+#: Larger multiples of the last update are not trusted.
+MAX_MOMENTUM = 10.0
+#: Longer updates are not taken: their square would overflow in single precision.
+MAX_LENGTH = 1e18
+
 
 class QuadraticModel:
     """Chooses updates, and keeps the last one and its coefficients."""
@@ -62,6 +67,9 @@ class QuadraticModel:
         if weights[1] != 0:
             for p, value in directions[1].items():
                 update[p].add_(value, alpha=weights[1])
+        if not float(inner(update, update)) < MAX_LENGTH**2:
+            self.learning_rate = self.momentum = self.curvature = 0.0
+            update = {p: torch.zeros_like(value) for p, value in update.items()}
         self.last = update
         return update
 
@@ -175,8 +183,15 @@ def _hides_parameters(outputs: Tensor) -> bool:
 def best_weights(
     curvature: Sequence[Sequence[float]], slopes: Sequence[float], precision: float
 ) -> tuple[float, float]:
-    """Minimise ``½wᵀMw + bᵀw``; where that has no answer, along the first direction, else ``-1``."""
+    """Minimise ``½wᵀMw + bᵀw``; where that has no answer, along the first direction.
+
+    Two directions have no answer if they are parallel to working precision, or if it would be a momentum
+    beyond :data:`MAX_MOMENTUM`: small batches that contradict each other give momenta of hundreds.
+    Nothing moves if the first direction is not finite, and ``-1`` is the answer without curvature.
+    """
     first = curvature[0][0]
+    if not (math.isfinite(first) and math.isfinite(slopes[0])):
+        return 0.0, 0.0
     if len(slopes) == 2:
         mixed, second = curvature[0][1], curvature[1][1]
         size = first * second
@@ -186,13 +201,12 @@ def best_weights(
                 (mixed * slopes[1] - second * slopes[0]) / determinant,
                 (mixed * slopes[0] - first * slopes[1]) / determinant,
             )
-            if all(map(math.isfinite, weights)):
+            if math.isfinite(weights[0]) and abs(weights[1]) <= MAX_MOMENTUM:
                 return weights
-    if first > 0:
-        weight = -slopes[0] / first
-        if math.isfinite(weight):
-            return weight, 0.0
-    return -1.0, 0.0
+    if first <= 0:
+        return -1.0, 0.0
+    weight = -slopes[0] / first
+    return (weight if math.isfinite(weight) else 0.0), 0.0
 
 
 def inner(left: Vectors, right: Vectors) -> Tensor:

@@ -45,21 +45,48 @@ class Pass:
 
 
 class Running:
-    """A decayed ``(sum, count)`` pair, used as ``sum/count``."""
+    """A decayed ``(sum, count)`` pair, used as ``sum/count``.
+
+    Decay stops before a count gets so small that the sum would underflow: the mean of a layer that is
+    not observed for a long time stays its last mean.
+    """
 
     def __init__(self, statistic: Statistic) -> None:
         self.statistic = statistic
         self.sum: Tensor | None = None
         self.count: Tensor | None = None
+        #: Whether something was observed since the last refresh, and (for occurrences) the share of
+        #: one row among those of the last refresh at which that was so.
+        self.fresh = False
+        self.row_share = 0.0
 
     def decay(self, decay: float) -> None:
         """Let the past fade; a step that contributes nothing does only this."""
-        if self.sum is not None and self.count is not None and self.statistic.combine == "sum":
-            self.sum.mul_(decay)
-            self.count.mul_(decay)
+        if self.sum is None or self.count is None or self.statistic.combine == "gather":
+            return
+        factor, occurred = self._fading(decay), self._occurred()
+        _above_zero(self.sum.mul_(factor), occurred)
+        self.count.mul_(factor)
+
+    def faded(self, decay: float) -> Tensor | None:
+        """What :meth:`decay` would leave of the sum."""
+        if self.sum is None or self.count is None:
+            return None
+        return _above_zero(self.sum * self._fading(decay), self._occurred())
+
+    def _fading(self, decay: float) -> Tensor:
+        assert self.sum is not None
+        assert self.count is not None
+        return (_least_count(self.sum.dtype) / self.count).clamp(max=1).clamp(min=decay)
+
+    def _occurred(self) -> Tensor | None:
+        """What has ever occurred, where that matters."""
+        assert self.sum is not None
+        return self.sum > 0 if self.statistic.occurrences else None
 
     def add(self, total: Tensor, count: Tensor) -> None:
         """Add a contribution; gathered rows replace the old ones."""
+        self.fresh = True
         if self.sum is None or self.count is None or self.statistic.combine == "gather":
             self.sum, self.count = total, count.clone()  # several statistics share one count
         else:
@@ -67,18 +94,45 @@ class Running:
             self.count.add_(count)
 
     def mean(self) -> Tensor | None:
-        """``sum/count``, or ``None`` when nothing has been counted (reads the count)."""
-        if self.sum is None or self.count is None or not float(self.count) > 0:
+        """The mean, or ``None`` when nothing has been counted (reads the count)."""
+        if self.sum is None or self.count is None:
             return None
+        count = float(self.count)
+        return self.mean_of(self.sum, count) if count > 0 else None
+
+    def mean_of(self, total: Tensor, count: float) -> Tensor:
+        """The mean for a sum over all ranks and its count; gathered rows as they are."""
         if self.statistic.combine == "gather":
-            return self.sum
-        return self.sum / self.count.to(self.sum.dtype)
+            return total
+        mean = total / count
+        if not self.statistic.occurrences:
+            return mean
+        self.agree(count, self.fresh)
+        return mean.clamp_(min=self.row_share).mul_(total > 0)
+
+    def agree(self, count: float, fresh: bool) -> None:
+        """Take note of the count over all ranks, and whether any of them has observed something."""
+        self.fresh = fresh
+        if fresh and count > 0:
+            self.row_share = 1 / count
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Make empty tensors of the final shapes, for loaders that fill what exists."""
         if self.sum is None and self.statistic.combine == "sum":
             self.sum = torch.zeros(self.statistic.shape, dtype=dtype, device=device)
             self.count = new_count(0.0, device)
+
+
+def _above_zero(total: Tensor, where: Tensor | None) -> Tensor:
+    """Keep from underflow, in place, what must not be mistaken for nothing."""
+    if where is None:
+        return total
+    return total.clamp_(min=torch.finfo(total.dtype).tiny).mul_(where)
+
+
+def _least_count(dtype: torch.dtype) -> float:
+    """Where decay stops: nothing beside new data, and far from the smallest number of the precision."""
+    return 2.0**-200 if dtype == torch.float64 else 2.0**-30
 
 
 def count_dtype(device: torch.device) -> torch.dtype:
@@ -173,12 +227,20 @@ class Pending:
         before = self.held_outputs.get(key)
         self.held_outputs[key] = (rows if before is None else before[0] + rows, share)
 
+    def release_inputs(self) -> None:
+        """Turn held input rows of all passes but the newest into contributions."""
+        for seen in list(self.held_inputs)[:-1]:
+            rows = self._input_rows(seen)
+            self.add_input(self.block.observe_input(rows), rows.count)
+            del self.held_inputs[seen]
+
+    def _input_rows(self, seen: Pass) -> DenseRows:
+        rows, positions = self.held_inputs[seen]
+        return DenseRows((rows / positions).unsqueeze(-2))
+
     def settle(self) -> None:
         """Turn held rows into contributions."""
-        inputs = {
-            seen: DenseRows((rows / positions).unsqueeze(-2))
-            for seen, (rows, positions) in self.held_inputs.items()
-        }
+        inputs = {seen: self._input_rows(seen) for seen in self.held_inputs}
         for rows in inputs.values():
             self.add_input(self.block.observe_input(rows), rows.count)
         for (seen, _), (held, share) in self.held_outputs.items():
@@ -189,6 +251,37 @@ class Pending:
             self.add_output(found, seen, share)
         self.held_inputs.clear()
         self.held_outputs.clear()
+
+    def contribution(
+        self, name: str, normaliser: Normaliser | None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """What this step adds to a statistic's sum and count, if anything.
+
+        ``in_place`` uses up what is pending. Output statistics need the normaliser; one that would
+        overflow is dropped.
+        """
+        total, statistic = self.sums.get(name), self.block.statistics[name]
+        if total is None:
+            return None
+        if statistic.source == "input":
+            return None if self.rows is None else (total, self.rows)
+        if statistic.source == "gradient":
+            return None if self.gradients is None else (total, self.gradients)
+        if normaliser is None or not self.finite:
+            return None
+        scale = normaliser.scale(statistic.degree)
+        fits = self._size(name, total).abs() * scale < torch.finfo(total.dtype).max * 2.0**-16
+        kept = fits.to(total.dtype) * scale
+        count = normaliser.count(self.finite) * fits
+        if in_place and self.dropped is not None:
+            self.dropped = self.dropped + ~fits
+        return (total.mul_(kept) if in_place else total * kept), count
+
+    def _size(self, name: str, value: Tensor) -> Tensor:
+        """A number that bounds a contribution: a second moment bounds its entries by its trace."""
+        if self.block.statistics[name].symmetric:
+            return value.diagonal(dim1=-2, dim2=-1).sum()
+        return value.sum()
 
     def divide_outputs(self, scale: Tensor) -> None:
         """Take a factor out of the output gradients that have been observed so far."""
@@ -232,16 +325,10 @@ class Pending:
                 before.add_(value)
 
     def _screen(self, contributions: Mapping[str, Tensor]) -> Tensor:
-        """Zero contributions that are not finite and return, on the device, whether they were.
-
-        A second moment bounds its entries by its diagonal, so a symmetric matrix is finite when its
-        trace is.
-        """
+        """Zero contributions that are not finite and return, on the device, whether they were."""
         finite: Tensor | None = None
         for name, value in contributions.items():
-            symmetric = self.block.statistics[name].symmetric
-            probe = value.diagonal(dim1=-2, dim2=-1) if symmetric else value
-            ok = torch.isfinite(probe.sum())
+            ok = torch.isfinite(self._size(name, value))
             finite = ok if finite is None else finite & ok
         assert finite is not None
         bad = ~finite

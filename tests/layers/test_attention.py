@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kronfac
 from tests import layer_oracles, oracles
 from tests.attention_oracle import (
     PROJECTIONS,
@@ -324,3 +325,46 @@ def test_a_transformer_layer_is_preconditioned_throughout(norm_first: bool) -> N
         norm: Any = encoder.get_submodule(name)
         step = layer_oracles.norm_step(layer_oracles.norm_fisher(samples, N), samples.sum(0), GAMMA)
         assert_close(torch.stack([norm.weight.grad, norm.bias.grad], dim=-1), step)
+
+
+# --- a forward that somebody has replaced ------------------------------------------------------
+
+
+def replace_forward(module: nn.MultiheadAttention) -> list[int]:
+    """Patch the instance, as tracers and offloaders do; return a list of its calls."""
+    own, calls = module.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        out, weights = own(*args, **kwargs)
+        return 2 * out, weights
+
+    module.forward = forward  # type: ignore[method-assign]
+    return calls
+
+
+def outputs_of(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x, x, x)[0]
+    return out
+
+
+def test_a_forward_that_was_replaced_before_stays() -> None:
+    module = nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 2, 4)
+    replace_forward(module)
+    expected = outputs_of(module, x)
+    optimizer = kronfac.KFAC(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert_same({"out": outputs_of(module, x)}, {"out": expected})
+    assert "its forward was replaced" in optimizer.summary()
+
+
+def test_a_forward_that_is_replaced_later_stays_and_is_named() -> None:
+    module = nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 2, 4)
+    optimizer = kronfac.KFAC(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    calls = replace_forward(module)
+    out = outputs_of(module, x)
+    assert calls == [1]
+    out.square().mean().backward()
+    with pytest.warns(UserWarning, match="nothing was captured for .*'query'"):
+        optimizer.step()

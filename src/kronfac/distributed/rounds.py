@@ -149,6 +149,7 @@ class Round:
             running, block = state.running[name], state.block
             count = new_count(0.0, world.device) if running.count is None else running.count
             numbers.append(count.to(world.device, numbers[0].dtype).reshape(1))
+            numbers.append(torch.full_like(numbers[0], float(running.fresh)))
             shape = block.outline_shapes.get(name)
             if shape is None:
                 continue
@@ -159,9 +160,10 @@ class Round:
         total = world.total(torch.cat(numbers))
         found: list[float] = total.tolist()  # the host waits, as it does for any refresh
         position = 1
-        for key, (state, _name) in self.sources.items():
+        for key, (state, name) in self.sources.items():
             self.counts[key] = found[position]
-            position += 1
+            state.running[name].agree(found[position], fresh=found[position + 1] > 0)
+            position += 2
             for _, length, shape in sizes.get(key, []):
                 values = total[position : position + length].reshape(shape)
                 mean = values / max(self.counts[key], torch.finfo(torch.float64).tiny)
@@ -205,14 +207,11 @@ def _folded(
     state: LayerState, name: str, decay: float, normaliser: Normaliser | None
 ) -> Tensor | None:
     """What the running sum will be at the step if nothing more is observed."""
-    running = state.running[name]
-    fresh = state.pending.sums.get(name)
-    if fresh is not None and running.statistic.source == "output" and normaliser is not None:
-        fresh = fresh * normaliser.scale(running.statistic.degree)
-    if running.sum is None:
-        return fresh
-    faded = running.sum * decay
-    return faded if fresh is None else faded.add_(fresh)
+    faded = state.running[name].faded(decay)
+    found = state.pending.contribution(name, normaliser)
+    if found is None or faded is None:
+        return faded if found is None else found[0]
+    return faded.add_(found[0])
 
 
 def _seen(state: LayerState, source: str, passes: Mapping[Pass, Any]) -> Seen:

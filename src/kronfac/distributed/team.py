@@ -328,8 +328,7 @@ class Team:
                 for key, total in arrived.items():
                     state, name = current.sources[key]
                     if current.counts[key] > 0:
-                        gathered = key in current.gathered
-                        mean = total if gathered else total / current.counts[key]
+                        mean = state.running[name].mean_of(total, current.counts[key])
                         solving.means[state][name] = mean
                 yield
 

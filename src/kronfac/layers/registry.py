@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from kronfac.layers import norm
-from kronfac.layers.attention import projections
+from kronfac.layers.attention import is_plain, projections
 from kronfac.layers.conv import ConvLayer
 from kronfac.layers.embedding import EmbeddingLayer
 from kronfac.layers.layer import Layer
@@ -74,6 +74,8 @@ def find_layers(name: str, module: nn.Module) -> list[Layer] | str:
         return _general_obstacle(module) or [_REGISTERED[type(module)](name, module)]
     if isinstance(module, nn.MultiheadAttention):
         reason = _general_obstacle(module) or _overridden(module, nn.MultiheadAttention)
+        if reason is None and not is_plain(module):
+            reason = "its forward was replaced, and K-FAC would have to replace it as well"
         return reason or projections(name, module)
     for kind in type(module).__mro__:
         if kind in _LAYERS:

@@ -40,6 +40,8 @@ class Statistic:
             ``N`` times too small for each power.
         symmetric: whether a triangle holds all of it.
         combine: ``"sum"`` adds over time and ranks; ``"gather"`` keeps the newest rows side by side.
+        occurrences: whether entries say how often something occurred (an embedding's tokens). What has
+            ever occurred then counts as at least one row, and what never has stays at zero.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,7 @@ class Statistic:
     degree: int = 0
     symmetric: bool = False
     combine: Literal["sum", "gather"] = "sum"
+    occurrences: bool = False
 
     @property
     def sum_shape(self) -> Shape:

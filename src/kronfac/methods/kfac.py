@@ -86,6 +86,7 @@ class KFACBlock(Block):
                 source="input" if side == "A" else "output",
                 degree=0 if side == "A" else 2,
                 symmetric=form == "dense",
+                occurrences=side == "A" and picks_columns,
             )
             if self.solver == "eigen":
                 self.solution_shapes[f"{side}.values"] = vector
@@ -211,6 +212,8 @@ class KFACBlock(Block):
     def _split_damping(self, outlines: Tensors, damping: float) -> dict[str, Tensor]:
         """``π√γ`` for A and ``√γ/π`` for G; ``√γ`` for both when a trace is zero. ``[*b]`` each."""
         average_in = outlines["A"]
+        if self.picks_columns:  # each row is one token, however rare tokens are counted
+            average_in = torch.full_like(average_in, 1 / self.widths["A"])
         average_out = outlines.get("G", torch.ones_like(average_in))
         ratio = average_in / average_out
         usable = (average_in > 0) & (average_out > 0) & torch.isfinite(ratio) & (ratio > 0)
