@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from kronfac import compiled
+from kronfac.broadcast import serves_all_samples, summed_rows
 from kronfac.config import Options
 from kronfac.hooks import (
     Hook,
@@ -32,6 +33,7 @@ from kronfac.hooks import (
 )
 from kronfac.layer_state import LayerState
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
+from kronfac.layers.rows import Rows
 from kronfac.phases import Phases
 from kronfac.random_state import random_state, set_random_state
 from kronfac.statistics import Pass
@@ -366,12 +368,18 @@ class Capture:
             rows = state.layer.inputs(values)
             if rows is None:
                 return
-            if state.block.holds_rows and rows.samples != seen.samples:
+            broadcast = serves_all_samples(state, values[0], seen)
+            if state.block.holds_rows and (broadcast or rows.samples != seen.samples):
                 state.fall_back_to_expand()
             if state.block.holds_rows:
                 state.pending.hold_input(rows.summed(), rows.positions, seen)
             else:
-                state.pending.add_input(state.block.observe_input(rows), rows.count)
+                times = seen.samples if broadcast else 1  # one row for each sample
+                found = state.block.observe_input(rows)
+                state.pending.add_input(
+                    found if times == 1 else {n: x.mul_(times) for n, x in found.items()},
+                    rows.count * times,
+                )
         if self.listener is not None:
             self.listener(state, "input")
 
@@ -433,8 +441,12 @@ class Capture:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)
             grouped = rows.samples == seen.samples
+            if serves_all_samples(state, kept[0] if kept else grad, seen):
+                self._sum_output(state, rows, seen, kept, draw, share)
+                return
             if not grouped and state.layer.unit_wise:
                 state.note = "rows not grouped by sample: each counts as one"
+                rows = state.layer.ungrouped_outputs(grad, kept)
             elif not grouped and state.block.holds_rows:
                 state.fall_back_to_expand()
             if state.block.holds_rows and grouped:
@@ -443,6 +455,22 @@ class Capture:
                 state.pending.add_output(state.block.observe_output(rows), seen, share)
         if self.listener is not None:
             self.listener(state, "output")
+
+    def _sum_output(
+        self,
+        state: LayerState,
+        rows: Rows,
+        seen: Pass,
+        kept: tuple[Any, ...],
+        draw: int,
+        share: float,
+    ) -> None:
+        """Add up the gradient of an input that stands for all samples, until the step."""
+        if not any(one.source == "output" for one in state.block.statistics.values()):
+            return
+        summed = summed_rows(state.layer, rows, kept)
+        if not state.pending.hold_summed(summed, seen, draw, share):
+            state.note = "one input for all samples, of changing size"
 
     def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""

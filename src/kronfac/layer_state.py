@@ -41,6 +41,11 @@ class LayerState:
         self.observed = self.works = True
         #: Whether statistics are compared with those of earlier refreshes, which are then kept.
         self.compares = False
+        #: Whether some of its inputs stand for all samples of a forward, as all ranks have agreed, how
+        #: many numbers the gradients of their rows are, and whether an embedding's tokens are positions.
+        self.broadcast = False
+        self.broadcast_size = 0
+        self.embeds_positions: bool | None = None
         #: How its step gets its length.
         self.rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.

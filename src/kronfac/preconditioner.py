@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac import checkpoint
+from kronfac import broadcast, checkpoint
 from kronfac.batching import Batches
 from kronfac.capture import Capture
 from kronfac.clipping import clip_gradients
@@ -80,6 +80,8 @@ class Preconditioner:
         self.team: Team | None = None
         self.ownership: Ownership | None = None
         self.spreading: Spreading | None = None
+        #: Whether ranks have agreed on which layers have inputs that stand for all samples.
+        self._agreed = False
         self._batches = Batches(self.phases)
         self._missing = Missing(options, self.capture)
 
@@ -112,6 +114,7 @@ class Preconditioner:
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
+        self._agreed = False
         sequences = reads_sequences(self.model)
         for state in self.layers.values():
             state.rule = rule_of(state.layer, options.rescale, sequences)
@@ -292,12 +295,25 @@ class Preconditioner:
         else:
             self.team.before_fold(states, self.capture.passes)
         normaliser = self._normaliser()
+        self._settle_broadcast(states, normaliser)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
             self._fold(state, normaliser, decay)
             state.has_news = True
         self.clock.mark_factor()
         self.count("factor_updates")
+
+    def _settle_broadcast(self, states: Sequence[LayerState], normaliser: Normaliser) -> None:
+        """Add up over ranks what belongs to inputs that stand for all samples."""
+        team = self.team
+        if team is None or team.is_local:
+            broadcast.agree(states, None)
+            broadcast.settle(states, normaliser, add_up=None, adds=True)
+            return
+        if not self._agreed:
+            self._agreed = True
+            broadcast.agree(states, team.world.largest)
+        broadcast.settle(states, normaliser, team.add_rows, adds=team.world.rank == 0)
 
     def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
         pending = state.pending
@@ -515,6 +531,7 @@ class Preconditioner:
     ) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start anew."""
         self.capture.clear()
+        self._agreed = False
         self.clock.step, self.clock.last_factor = 0, None
         for (parameter, _), state in self.layers.items():
             checkpoint.load_layer(state, entries.get(names[parameter], {}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -148,6 +149,15 @@ def new_count(value: float, device: torch.device) -> Tensor:
 _generations = itertools.count()
 
 
+@dataclass
+class Summed:
+    """Output gradients of inputs that stand for all samples, added up over the calls of a step."""
+
+    rows: Tensor
+    share: float
+    passes: dict[Pass, None]
+
+
 class Pending:
     """What one layer has observed since the last step."""
 
@@ -158,6 +168,10 @@ class Pending:
         self.finite: dict[Pass, Tensor] = {}
         self.held_inputs: dict[Pass, tuple[Tensor, int]] = {}
         self.held_outputs: dict[tuple[Pass, int], tuple[Tensor, float]] = {}
+        #: Rows by draw, and what they contribute once they are added up over ranks.
+        self.summed: dict[int, Summed] = {}
+        self.shared_sums: dict[str, Tensor] = {}
+        self.shared_count: Tensor | None = None
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         self.calls = 0
@@ -178,7 +192,12 @@ class Pending:
     @property
     def has_outputs(self) -> bool:
         """Whether the output side has observed anything."""
-        return bool(self.finite or self.held_outputs)
+        return bool(self.finite or self.held_outputs or self.summed)
+
+    @property
+    def summed_size(self) -> int:
+        """How many numbers :attr:`summed` holds."""
+        return sum(one.rows.numel() for one in self.summed.values())
 
     def add_input(self, contributions: Mapping[str, Tensor], rows: int | Tensor) -> None:
         """Add one call's input side; a non-finite one is dropped and counted."""
@@ -227,6 +246,18 @@ class Pending:
         before = self.held_outputs.get(key)
         self.held_outputs[key] = (rows if before is None else before[0] + rows, share)
 
+    def hold_summed(self, rows: Tensor, seen: Pass, draw: int, share: float) -> bool:
+        """Add rows ``[*b, 1, S, d]`` to those of other calls; false if these are of another size."""
+        before = self.summed.get(draw)
+        if before is None:
+            self.summed[draw] = Summed(rows, share, {seen: None})
+            return True
+        if before.rows.shape != rows.shape:
+            return False
+        before.rows = before.rows + rows
+        before.passes[seen] = None
+        return True
+
     def release_inputs(self) -> None:
         """Turn held input rows of all passes but the newest into contributions."""
         for seen in list(self.held_inputs)[:-1]:
@@ -261,6 +292,8 @@ class Pending:
         overflow is dropped.
         """
         total, statistic = self.sums.get(name), self.block.statistics[name]
+        if name in self.shared_sums and self.shared_count is not None:
+            return self._with_shared(name, normaliser)
         if total is None:
             return None
         if statistic.source == "input":
@@ -276,6 +309,12 @@ class Pending:
         if in_place and self.dropped is not None:
             self.dropped = self.dropped + ~fits
         return (total.mul_(kept) if in_place else total * kept), count
+
+    def _with_shared(self, name: str, normaliser: Normaliser | None) -> tuple[Tensor, Tensor]:
+        assert self.shared_count is not None
+        total, count = self.shared_sums.pop(name), self.shared_count
+        own = self.contribution(name, normaliser)
+        return (total, count) if own is None else (total + own[0], count + own[1])
 
     def _size(self, name: str, value: Tensor) -> Tensor:
         """A number that bounds a contribution: a second moment bounds its entries by its trace."""
@@ -293,6 +332,8 @@ class Pending:
                     total.div_(scale.to(total.device, total.dtype))
         for key, (rows, share) in self.held_outputs.items():
             self.held_outputs[key] = (rows / scale.to(rows.device, rows.dtype), share)
+        for one in self.summed.values():
+            one.rows = one.rows / scale.to(one.rows.device, one.rows.dtype)
 
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
@@ -300,6 +341,9 @@ class Pending:
         self.generations["output"] = next(_generations)
         self.finite.clear()
         self.held_outputs.clear()
+        self.summed.clear()
+        self.shared_sums.clear()
+        self.shared_count = None
         for name, statistic in self.block.statistics.items():
             if statistic.source == "output":
                 self.sums.pop(name, None)

@@ -76,6 +76,28 @@ class Shared(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+class Positions(nn.Module):
+    """Inputs that stand for all samples: positions as ``[1, T]`` and ``[T]``, and learned queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Embedding(TOKENS + 2, WIDTH)
+        self.places = nn.Embedding(TOKENS, WIDTH)
+        self.queries = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.across = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        order = torch.arange(tokens.shape[1])
+        x = self.tokens(tokens) + self.positions(order[None]) + self.places(order)
+        x = x * self.project(torch.tanh(self.norm(self.queries)))
+        x = self.across(x.transpose(0, 1)).transpose(0, 1)  # samples in the second dimension
+        return self.head(torch.tanh(x))
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a model is made and what it reads."""
@@ -104,6 +126,7 @@ KINDS = {
     "cnn": Kind(cnn, (2, 4, 4)),
     "transformer": Kind(Transformer, (TOKENS,), WORDS),
     "shared": Kind(Shared, (4, 4, 4)),
+    "positions": Kind(Positions, (TOKENS,), WORDS),
 }
 
 

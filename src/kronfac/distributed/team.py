@@ -227,6 +227,10 @@ class Team:
         self.world.all.all_reduce("rescale", flat).wait()
         return flat[0]
 
+    def add_rows(self, flat: Tensor) -> None:
+        """Add rows up over all ranks, in place."""
+        self.world.all.all_reduce("reduce", flat).wait()
+
     def stats(self) -> dict[str, Any]:
         """What has travelled."""
         return {**self.world.ledger.stats(), "waited": self.waited}

@@ -66,6 +66,10 @@ class World:
         self.all.all_reduce("control", flat, op).wait()
         return flat
 
+    def largest(self, values: Sequence[float]) -> Tensor:
+        """The largest of each number over all ranks; waits."""
+        return self.total(values, dist.ReduceOp.MAX)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, in the order of ranks."""
         found: list[Any] = [None] * self.size

@@ -133,6 +133,10 @@ class Layer(ABC):
         ``args`` are the call's inputs, or empty unless :attr:`keeps_inputs`.
         """
 
+    def ungrouped_outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
+        """The same where the first dimension is not that of samples: each position on its own."""
+        return self.outputs(grad, args)
+
     # --- the gradient matrix --------------------------------------------------------------------
 
     def gradient(self) -> Tensor:

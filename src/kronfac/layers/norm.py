@@ -126,6 +126,11 @@ class InstanceNormLayer(ChannelNormLayer):
 class TrailingNormLayer(NormLayer):
     """The weight covers the last dimensions: ``[N, *shared, *weight.shape]``."""
 
+    def ungrouped_outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
+        """See :meth:`Layer.ungrouped_outputs`."""
+        shape = (-1, *self.weight.shape)
+        return self.outputs(grad.reshape(shape), (args[0].reshape(shape),))
+
     def _per_sample(self, values: Tensor) -> Tensor:
         shared = values.shape[: values.dim() - self.weight.dim()]
         samples = shared[0] if shared else 1
