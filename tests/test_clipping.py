@@ -51,3 +51,15 @@ def test_a_bound_must_be_positive(bound: object) -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"max_grad_norm=.* must be a positive finite number"):
         kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), max_grad_norm=bound)
+
+
+def test_a_detached_optimizer_does_not_clip() -> None:
+    left, right = mlp(), mlp()
+    optimizer = kronfac.KFAC(left, SGD(left.parameters(), lr=0.1), max_grad_norm=1e-6)
+    optimizer.detach()
+    for model, one in ((left, optimizer), (right, SGD(right.parameters(), lr=0.1))):
+        loss_of(model, batch()).backward()
+        one.step()
+    assert all(
+        torch.equal(p, q) for p, q in zip(left.parameters(), right.parameters(), strict=True)
+    )

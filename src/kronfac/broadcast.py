@@ -23,21 +23,17 @@ from kronfac.statistics import Normaliser, Pass, count_dtype
 AddUp = Callable[[Tensor], None]
 
 
-def serves_all_samples(state: LayerState, first: Tensor, seen: Pass) -> bool:
-    """Whether an input (or the gradient of an output) of a layer stands for all samples of a pass."""
-    if seen.samples == 1:  # it looks like any other
-        return state.broadcast and _leading(state.layer, first) == 1
-    if _leading(state.layer, first) != 1:
+def serves_all_samples(state: LayerState, rows: Rows, first: Tensor, seen: Pass) -> bool:
+    """Whether rows stand for all samples of a pass, given the input or output that they come from."""
+    lone = state.layer.picks_columns and first.dim() == 1
+    if rows.samples != 1 and not lone:
         return False
-    if state.layer.picks_columns and first.dim() == 1 and len(first) == seen.samples:
+    if seen.samples == 1:  # it looks like any other
+        return state.broadcast
+    if lone and len(first) == seen.samples:
         return _are_positions(state, first)  # or one token of each sample
     # [1, N, d]: a sequence of length one with its samples in the second dimension
     return not (first.dim() == 3 and first.shape[1] == seen.samples)
-
-
-def _leading(layer: Layer, first: Tensor) -> int:
-    least = 1 if layer.picks_columns else 2
-    return first.shape[0] if first.dim() >= least + 1 else 1
 
 
 def _are_positions(state: LayerState, tokens: Tensor) -> bool:

@@ -368,7 +368,7 @@ class Capture:
             rows = state.layer.inputs(values)
             if rows is None:
                 return
-            broadcast = serves_all_samples(state, values[0], seen)
+            broadcast = serves_all_samples(state, rows, values[0], seen)
             if state.block.holds_rows and (broadcast or rows.samples != seen.samples):
                 state.fall_back_to_expand()
             if state.block.holds_rows:
@@ -441,7 +441,7 @@ class Capture:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)
             grouped = rows.samples == seen.samples
-            if serves_all_samples(state, kept[0] if kept else grad, seen):
+            if serves_all_samples(state, rows, kept[0] if kept else grad, seen):
                 self._sum_output(state, rows, seen, kept, draw, share)
                 return
             if not grouped and state.layer.unit_wise:

@@ -259,7 +259,7 @@ class Preconditioner:
 
     def _clip(self, groups: ParamGroups) -> None:
         bound = self.options.max_grad_norm
-        if bound is None:
+        if bound is None or self.detached:
             return
         with self.phases("clip"):
             if self.ownership is not None and self.ownership.active:

@@ -98,6 +98,19 @@ class Positions(nn.Module):
         return self.head(torch.tanh(x))
 
 
+class Across(nn.Module):
+    """Attention to inputs of another width: three weights and one bias for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, kdim=5, vdim=5, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.attention(x[..., :WIDTH], x, x, need_weights=False)[0].mean(1))
+        return out
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a model is made and what it reads."""
@@ -126,6 +139,7 @@ KINDS = {
     "cnn": Kind(cnn, (2, 4, 4)),
     "transformer": Kind(Transformer, (TOKENS,), WORDS),
     "shared": Kind(Shared, (4, 4, 4)),
+    "across": Kind(Across, (3, 5)),
     "positions": Kind(Positions, (TOKENS,), WORDS),
 }
 

@@ -41,6 +41,13 @@ def test_the_runs_that_are_compared_do_use_statistics_and_refreshes() -> None:
         assert differs(outcome.parameters, raw.parameters)
 
 
+@pytest.mark.parametrize("name", ["layer-parallel", "layer-parallel without DDP", "comm-opt"])
+def test_layers_that_share_a_bias_have_one_owner(name: str) -> None:
+    one = case("across", rescale=None, damping=0.03, base="sgd", steps=3)
+    by_rank = run(3, on_ranks, name, SCHEMES[name], [one])
+    assert_equals_one_process(one, [outcomes[str(one)] for outcomes in by_rank])
+
+
 # --- the ledger ------------------------------------------------------------------------------
 
 #: Which phases send something, under graft.

@@ -68,9 +68,9 @@ class Team:
                 name = state.name if state.name not in taken else f"{state.name}:{part}"
                 taken.add(name)
                 self._names[state] = name
-            for parameter in state.layer.parameters:
-                tied.setdefault(parameter, name)
-            first = tied[state.layer.weight]
+            own = state.layer.parameters
+            first = next((tied[p] for p in own if p in tied), name)
+            tied |= dict.fromkeys(own, first)
             self._units[state] = unit_of(name, state, self.settings.triangles, first)
         units = [self._units[state] for state in new]
         self._place(units, refresh_every)
