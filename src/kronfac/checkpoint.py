@@ -129,7 +129,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, (last, before) in state.history.items():
         entry[f"{name}.last"], entry[f"{name}.before"] = last, before
     if state.compares:
-        entry["compared"] = torch.tensor(state.compared, dtype=torch.int64)
+        entry["compared"] = torch.tensor(state.compared, dtype=torch.int64, device="cpu")
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
     if state.momentum is not None:
@@ -137,7 +137,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
-    entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
+    entry["schedule"] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if state.pending.dropped is not None:
         entry["dropped"] = state.pending.dropped
     return {_part_key(state, key): value for key, value in entry.items()}
