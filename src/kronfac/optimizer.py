@@ -43,10 +43,13 @@ from kronfac.phases import Seconds
 from kronfac.preconditioner import Preconditioner
 from kronfac.refusals import (
     check_base,
+    check_closure,
     check_curvature,
     check_join,
     check_lever,
     check_model,
+    check_param_group,
+    check_process_group,
     check_ranks,
     check_stagger,
     check_tensors,
@@ -94,6 +97,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
     ) -> None:
         check_model(model)
         check_base(base_optimizer)
+        check_process_group(process_group)
         settings = Distribute() if distribute is None else distribute
         self._build(model, base_optimizer, options, schedules, settings, process_group)
 
@@ -178,6 +182,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the base optimizer a group of parameters and precondition their layers."""
+        check_param_group(param_group)
         self.base.add_param_group(param_group)
         self._preconditioner.attach(self.param_groups)
 
@@ -201,6 +206,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
         again on the same random numbers; the loss of the first run is returned, and further runs
         change neither buffers nor gradients nor statistics.
         """
+        check_closure(closure)
         ours = self._preconditioner
         trial = Trial(ours, self.param_groups, closure)
         loss = None
