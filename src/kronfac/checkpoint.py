@@ -163,6 +163,11 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         expected |= {f"{name}.last": whole, f"{name}.before": whole}
     for name, shape in state.block.solution_shapes.items():
         expected[f"solution.{name}"] = shape
+    if "schedule" not in entry and any(key in entry for key in expected):
+        raise ValueError(
+            f"layer {state.name!r}: the checkpoint holds statistics or a solution, but no schedule to go "
+            "with them: it is damaged; load another checkpoint."
+        )
     for key, shape in expected.items():
         if key in entry and not fits(shape, entry[key]):
             raise ValueError(

@@ -37,6 +37,7 @@ from kronfac.distributed.scheme import Distribute
 from kronfac.distributed.team import Team
 from kronfac.distributed.world import World
 from kronfac.hooks import remove_inert_hooks
+from kronfac.integrity import check_entries, check_saved
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
 from kronfac.phases import Seconds
@@ -548,7 +549,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        check_saved(state_dict)
         base, ours = checkpoint.split(state_dict, *self._names_and_shapes())
+        check_entries(ours or {}, expected=ours is not None and bool(self._preconditioner.layers))
         if ours is None:
             warnings.warn(
                 "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "

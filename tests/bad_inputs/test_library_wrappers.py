@@ -74,5 +74,5 @@ def test_a_process_group_of_another_type_is_refused(group: object, lone_rank: No
 
 
 def test_a_process_group_before_initialisation_is_refused() -> None:
-    with pytest.raises(ValueError, match="torch.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
         kfac(mlp(), process_group="x")
