@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,9 @@ class Schedules:
 
     def set(self, name: str, value: Any) -> None:
         """Replace a hyperparameter by a number or a callable of the step number."""
-        if not callable(value):
+        if callable(value):
+            _check_schedule(name, value)
+        else:
             _CHECKS[name](name, value)
         self._values[name] = value
 
@@ -163,6 +166,19 @@ class Schedules:
         result = value(step)
         _CHECKS[name](f"{name}(step={step})", result)
         return result
+
+
+def _check_schedule(name: str, value: Callable[..., Any]) -> None:
+    """Raise unless a callable takes the step number, as far as its signature says."""
+    try:
+        inspect.signature(value).bind(0)
+    except TypeError:
+        raise ValueError(
+            f"{name}={value!r} is a callable that does not take the step number alone; write "
+            f"{name}=lambda step: ..., for example."
+        ) from None
+    except ValueError:
+        return  # written in C: it is called and seen
 
 
 def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | None:

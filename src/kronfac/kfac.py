@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kronfac.calling import explained
 from kronfac.config import (
     Fisher,
     Missing,
@@ -90,6 +91,7 @@ class KFAC(Preconditioned):
     and may be set as attributes later; so may ``momentum``, if it was not 0.
     """
 
+    @explained
     def __init__(
         self,
         model: nn.Module,

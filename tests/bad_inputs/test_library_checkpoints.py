@@ -149,7 +149,7 @@ def test_every_number_of_a_solution_is_looked_at() -> None:
     assert keys
     for key in keys:
         damaged = poison(key, NAN)(copy.deepcopy(saved))
-        with pytest.raises(ValueError, match="solution.* not finite"):
+        with pytest.raises(ValueError, match=r"solution.* not finite"):
             optimizer.load_state_dict(damaged)
 
 
@@ -157,7 +157,7 @@ def test_a_damping_that_is_not_positive_is_refused() -> None:
     rule = kronfac.LevenbergMarquardt(every=1)
     saved = snapshot(kfac(mlp(), damping=rule))
     saved["state"][0]["kronfac.damping"] = torch.tensor(-1.0)
-    with pytest.raises(ValueError, match="damping of '0.weight' .* positive and finite"):
+    with pytest.raises(ValueError, match=r"damping of .* positive and finite"):
         kfac(mlp(), damping=rule).load_state_dict(saved)
 
 
