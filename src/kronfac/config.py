@@ -172,13 +172,16 @@ def _check_schedule(name: str, value: Callable[..., Any]) -> None:
     """Raise unless a callable takes the step number, as far as its signature says."""
     try:
         inspect.signature(value).bind(0)
+        fits = not isinstance(value, type)
     except TypeError:
-        raise ValueError(
-            f"{name}={value!r} is a callable that does not take the step number alone; write "
-            f"{name}=lambda step: ..., for example."
-        ) from None
+        fits = False
     except ValueError:
-        return  # written in C: it is called and seen
+        fits = True  # written in C: it says nothing, and what it returns is checked
+    if not fits:
+        raise ValueError(
+            f"{name}={value!r} must be a number or a function of the step number alone; write "
+            f"{name}=lambda step: ..., for example."
+        )
 
 
 def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | None:

@@ -20,8 +20,8 @@ Groups = Sequence[Mapping[str, Any]]
 #: Preconditioners whose optimizer is still there.
 _LIVE: weakref.WeakSet[Preconditioner] = weakref.WeakSet()
 
-#: Values that say nothing, as :class:`kronfac.KFAC` has them.
-_KL_CLIP, _LOSS_AVERAGE = 1e-3, "batch"
+#: The value of ``kl_clip`` that says nothing, as :class:`kronfac.KFAC` has it.
+_KL_CLIP = 1e-3
 
 
 def enlist(ours: Preconditioner) -> None:
@@ -132,17 +132,15 @@ def _nested(base: Optimizer) -> str | None:
 
 
 def _without_effect(options: Options, schedules: Schedules) -> Iterable[str]:
-    """Options that were given, but that the others leave nothing to do."""
+    """Options that ask for something which the others rule out.
+
+    What describes the training (``loss_average``, ``grad_scaler``, ``distribute``) or bounds it
+    (``max_dim``, ``on_missing``) may well find nothing to do.
+    """
     if options.kl_clip != _KL_CLIP and options.rescale != "kl-clip":
         yield (
             f"kl_clip={options.kl_clip!r} has no effect with rescale={options.rescale!r}; give "
             "rescale='kl-clip' to use it."
-        )
-    quiet = options.fisher == "forward" and options.rescale != "quadratic"
-    if options.loss_average != _LOSS_AVERAGE and quiet:
-        yield (
-            f"loss_average={options.loss_average!r} has no effect with fisher='forward', which observes "
-            "no gradients."
         )
     if options.stagger and schedules.get("refresh_every") == 1:
         yield "stagger=True has no effect with refresh_every=1: every layer is refreshed at every step."
