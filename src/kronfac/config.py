@@ -201,6 +201,14 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a positive finite number.")
 
 
+def check_non_negative(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number of at least zero, or a tensor of one, as torch takes."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return
+    if not _is_real(value) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
+
+
 def check_count(name: str, value: Any) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
     if not _is_real(value) or value != value // 1 or value < 1:

@@ -21,6 +21,7 @@ from kronfac.config import (
     Sharing,
     SolverOption,
     as_patterns,
+    check_non_negative,
     no_matrix,
     resolve_rescale,
 )
@@ -31,6 +32,7 @@ from kronfac.methods.block import Block
 from kronfac.methods.kfac import KFACBlock
 from kronfac.methods.unit_wise import UnitWiseBlock
 from kronfac.optimizer import Preconditioned
+from kronfac.refusals import check_module
 from kronfac.selection import Selection
 from kronfac.stale import Interval, as_intervals
 
@@ -181,6 +183,9 @@ def param_groups(
     its own learning rate; norms and embeddings, which are no matrices, are among the rest. Further
     keywords are options of the other group, for example ``momentum=0.9``.
     """
+    check_module(model)
+    check_non_negative("lr", lr)
+    check_non_negative("other_lr", other_lr)
     selection = Selection(
         model, as_patterns(include, "include"), as_patterns(exclude, "exclude"), no_matrix
     )

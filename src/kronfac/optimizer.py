@@ -56,6 +56,7 @@ from kronfac.refusals import (
     check_model,
     check_param_group,
     check_process_group,
+    check_rank,
     check_ranks,
     check_stagger,
     check_tensors,
@@ -317,9 +318,10 @@ class Preconditioned(Optimizer, Joinable, ABC):
         It is the same for any number of ranks and any scheme, its tensors are on the CPU, and every
         rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
         """
+        team = self._preconditioner.team
+        check_rank(to, 1 if team is None else team.world.size)
         self.consolidate()
         own = self.state_dict()
-        team = self._preconditioner.team
         return own if team is None else gather_state(team.world, own, to)
 
     # --- hyperparameters that may change --------------------------------------------------------

@@ -158,7 +158,7 @@ def _intervals(schedules: Schedules) -> str | None:
         return None
     return (
         f"refresh_every={refresh} is less than factor_every={factor}, so the same statistics are solved "
-        f"several times; give factor_every={refresh} or less."
+        f"several times; give factor_every={refresh}, or a larger refresh_every."
     )
 
 

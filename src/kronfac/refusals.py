@@ -18,10 +18,15 @@ from kronfac.layers import Layer
 from kronfac.stale import AdaptiveInterval
 
 
-def check_model(model: object) -> None:
-    """Raise unless the model can be watched in this process."""
+def check_module(model: object) -> None:
+    """Raise unless this is a model at all."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise unless the model can be watched in this process."""
+    check_module(model)
     _refuse_deepspeed(model, "model")
     _refuse_flat_parameters(model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -72,6 +77,12 @@ def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
                 f"{name} needs every rank's gradients, which distribute='layer-parallel' leaves with "
                 "their owners: choose another scheme."
             )
+
+
+def check_rank(to: object, size: int) -> None:
+    """Raise unless there is a rank of this number."""
+    if not isinstance(to, int) or isinstance(to, bool) or not 0 <= to < size:
+        raise ValueError(f"to={to!r} must be the number of a rank, from 0 to {size - 1}.")
 
 
 def check_join(rescale: str | None, damping: object) -> None:
