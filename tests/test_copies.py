@@ -29,9 +29,6 @@ from tests.training import (
     train,
 )
 
-# Momentum before and after preconditioning: both are copied.
-pytestmark = pytest.mark.filterwarnings("ignore:momentum=0.5 comes on top")
-
 Both = tuple[nn.Sequential, kronfac.KFAC]
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,

@@ -19,9 +19,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import kronfac
 from tests.training import assert_same, kfac, mlp, parameters, snapshot, train
 
-# Momentum before and after preconditioning: both are saved.
-pytestmark = pytest.mark.filterwarnings("ignore:momentum=0.5 comes on top")
-
 
 def build(base: str, **options: Any) -> tuple[nn.Sequential, kronfac.KFAC]:
     model = mlp()

@@ -22,9 +22,6 @@ import kronfac
 from tests.layers.kinds import Tagger
 from tests.training import assert_same, kfac, option_id, parameters
 
-# Momentum before and after preconditioning: both are saved.
-pytestmark = pytest.mark.filterwarnings("ignore:momentum=0.5 comes on top")
-
 STEPS, SAVED_AFTER = 7, 4
 BASES: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

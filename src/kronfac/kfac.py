@@ -74,7 +74,7 @@ class KFAC(Preconditioned):
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.
         include: only these modules, by name pattern (``"layer1.*"``) or type.
-        exclude: not these modules.
+        exclude: not these modules; ``"*"`` leaves all of them to the base optimizer.
         on_missing: what to do about a layer with a gradient that was never observed: ``"warn"``,
             ``"raise"`` or ``"ignore"``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, whose factor is in what is observed; one that

@@ -32,8 +32,10 @@ def enlist(ours: Preconditioner) -> None:
 def advise_on_arguments(advice: Advice, ours: Preconditioner, base: Optimizer) -> None:
     """Look at what an optimizer was built of."""
     groups = base.param_groups
-    advice.give("nothing", _no_layer(ours, base, groups))
-    advice.give("lazy", _lazy(ours, groups))
+    lazy = _lazy(ours, groups)
+    advice.give("lazy", lazy)
+    if lazy is None:
+        advice.give("nothing", _no_layer(ours, base, groups))
     advice.give("momentum", _two_momenta(ours, groups))
     advice.give("nested", _nested(base))
     advice.give("intervals", _intervals(ours.schedules))
@@ -89,7 +91,7 @@ def _lazy(ours: Preconditioner, groups: Groups) -> str | None:
     ]
     if not found or "*" in ours.options.exclude:
         return None
-    names = ", ".join(map(repr, dict.fromkeys(found)))
+    names = ", ".join(repr(name or "(model)") for name in dict.fromkeys(found))
     return (
         f"layers {names} are lazy and not initialised yet, so they are left to the base optimizer; run "
         "one forward pass before the optimizer is built."

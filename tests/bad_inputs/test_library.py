@@ -150,6 +150,7 @@ WARNED: list[Row] = [
         "warns",
         "layers '0' are lazy",
     ),
+    ("all are lazy", of(lambda: nn.LazyLinear(4)), "warns", "are lazy"),
     (
         "momentum in SGD too",
         over(lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9), momentum=0.9),
