@@ -134,6 +134,7 @@ def test_a_callable_decay_weighs_each_update() -> None:
     assert counts(optimizer, "A")["0"] == (8 * 0.5 + 8) * 0.25 + 8
 
 
+@pytest.mark.filterwarnings("ignore:refresh_every=1 is less than factor_every=3")
 @pytest.mark.parametrize("name", ["factor_every", "refresh_every"])
 def test_intervals_may_be_set_in_the_middle(name: str) -> None:
     def change(optimizer: kronfac.KFAC, t: int) -> None:

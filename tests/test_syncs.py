@@ -95,6 +95,7 @@ def test_a_factor_step_waits_for_nothing(options: str) -> None:
     assert not waits(2, OPTIONS[options])
 
 
+@pytest.mark.filterwarnings("ignore:refresh_every=8 is less than factor_every=10")
 def test_a_step_of_a_model_of_sequences_waits_for_nothing() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     base = SGD(model.parameters(), lr=0.1, foreach=False)

@@ -113,6 +113,7 @@ def test_an_output_projection_of_two_attentions_counts_both() -> None:
 # --- weights that are shared between modules of another geometry ------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:another K-FAC optimizer watches")  # for comparison
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -128,11 +128,11 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
         if running.statistic.occurrences:
             rows = [running.row_share, float(running.fresh)]
-            entry[f"{name}.rows"] = torch.tensor(rows, dtype=torch.float64)
+            entry[f"{name}.rows"] = torch.tensor(rows, dtype=torch.float64, device="cpu")
     for name, (last, before) in state.history.items():
         entry[f"{name}.last"], entry[f"{name}.before"] = last, before
     if state.compares:
-        entry["compared"] = torch.tensor(state.compared, dtype=torch.int64)
+        entry["compared"] = torch.tensor(state.compared, dtype=torch.int64, device="cpu")
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
     if state.momentum is not None:
@@ -140,7 +140,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
-    entry["schedule"] = torch.tensor(numbers, dtype=torch.int64)
+    entry["schedule"] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if state.pending.dropped is not None:
         entry["dropped"] = state.pending.dropped
     return {_part_key(state, key): value for key, value in entry.items()}
@@ -166,6 +166,11 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         expected |= {f"{name}.last": whole, f"{name}.before": whole}
     for name, shape in state.block.solution_shapes.items():
         expected[f"solution.{name}"] = shape
+    if "schedule" not in entry and any(key in entry for key in expected):
+        raise ValueError(
+            f"layer {state.name!r}: the checkpoint holds statistics or a solution, but no schedule to go "
+            "with them: it is damaged; load another checkpoint."
+        )
     for key, shape in expected.items():
         if key in entry and not fits(shape, entry[key]):
             raise ValueError(

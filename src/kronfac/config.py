@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,9 @@ class Schedules:
 
     def set(self, name: str, value: Any) -> None:
         """Replace a hyperparameter by a number or a callable of the step number."""
-        if not callable(value):
+        if callable(value):
+            _check_schedule(name, value)
+        else:
             _CHECKS[name](name, value)
         self._values[name] = value
 
@@ -165,6 +168,22 @@ class Schedules:
         return result
 
 
+def _check_schedule(name: str, value: Callable[..., Any]) -> None:
+    """Raise unless a callable takes the step number, as far as its signature says."""
+    try:
+        inspect.signature(value).bind(0)
+        fits = not isinstance(value, type)
+    except TypeError:
+        fits = False
+    except ValueError:
+        fits = True  # written in C: it says nothing, and what it returns is checked
+    if not fits:
+        raise ValueError(
+            f"{name}={value!r} must be a number or a function of the step number alone; write "
+            f"{name}=lambda step: ..., for example."
+        )
+
+
 def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | None:
     """Leave steps as solved instead of ``"auto"`` if the damping needs their length as its lever."""
     return None if value == "auto" and adaptive_damping else value
@@ -180,6 +199,14 @@ def check_positive(name: str, value: Any) -> None:
     """Raise unless ``value`` is a positive finite number."""
     if not _is_real(value) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a positive finite number.")
+
+
+def check_non_negative(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number of at least zero, or a tensor of one, as torch takes."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return
+    if not _is_real(value) or not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
 
 
 def check_count(name: str, value: Any) -> None:

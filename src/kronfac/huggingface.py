@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from kronfac.config import check_non_negative
 from kronfac.kfac import KFAC
+from kronfac.refusals import check_module
 
 #: Names and types of parameters without weight decay: Trainer's own rule, and torch's other norms.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -53,6 +55,16 @@ def optimizer_cls_and_kwargs(
             tokens, which Trainer takes over all micro-batches of a step: that is ``"token"``.
         **kfac_options: further keywords of :class:`kronfac.KFAC`, for example ``damping``.
     """
+    check_module(model)
+    if not callable(base) or isinstance(base, Optimizer):
+        raise TypeError(
+            f"base={base!r} must be an optimizer's class, torch.optim.AdamW for example."
+        )
+    check_non_negative("lr", lr)
+    if weight_decay is not None:
+        check_non_negative("weight_decay", weight_decay)
+    if base_options is not None and not isinstance(base_options, Mapping):
+        raise TypeError(f"base_options={base_options!r} must be a dict of the base's keywords.")
     options = {
         "watched": model,
         "base": base,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from kronfac.calling import explained
 from kronfac.config import (
     Fisher,
     Missing,
@@ -20,6 +21,7 @@ from kronfac.config import (
     Sharing,
     SolverOption,
     as_patterns,
+    check_non_negative,
     no_matrix,
     resolve_rescale,
 )
@@ -30,6 +32,7 @@ from kronfac.methods.block import Block
 from kronfac.methods.kfac import KFACBlock
 from kronfac.methods.unit_wise import UnitWiseBlock
 from kronfac.optimizer import Preconditioned
+from kronfac.refusals import check_module
 from kronfac.selection import Selection
 from kronfac.stale import Interval, as_intervals
 
@@ -71,7 +74,7 @@ class KFAC(Preconditioned):
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.
         include: only these modules, by name pattern (``"layer1.*"``) or type.
-        exclude: not these modules.
+        exclude: not these modules; ``"*"`` leaves all of them to the base optimizer.
         on_missing: what to do about a layer with a gradient that was never observed: ``"warn"``,
             ``"raise"`` or ``"ignore"``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, whose factor is in what is observed; one that
@@ -90,6 +93,7 @@ class KFAC(Preconditioned):
     and may be set as attributes later; so may ``momentum``, if it was not 0.
     """
 
+    @explained
     def __init__(
         self,
         model: nn.Module,
@@ -179,6 +183,9 @@ def param_groups(
     its own learning rate; norms and embeddings, which are no matrices, are among the rest. Further
     keywords are options of the other group, for example ``momentum=0.9``.
     """
+    check_module(model)
+    check_non_negative("lr", lr)
+    check_non_negative("other_lr", other_lr)
     selection = Selection(
         model, as_patterns(include, "include"), as_patterns(exclude, "exclude"), no_matrix
     )

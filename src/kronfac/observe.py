@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+from kronfac.advice import Advice
 from kronfac.capture import Capture
 from kronfac.compiled import keeping_buffers
-from kronfac.config import Fisher, check_count
-from kronfac.fisher import check_likelihood, exact_gradients, sampled_gradient, term_mask
+from kronfac.config import Fisher
+from kronfac.fisher import exact_gradients, sampled_gradient, term_mask
 from kronfac.hooks import observing
+from kronfac.observe_arguments import advise, check_arguments, check_graph, graph_error
 from kronfac.quadratic import Products
 from kronfac.statistics import count_dtype
 
@@ -20,6 +25,7 @@ class Observer:
     def __init__(self, capture: Capture, fisher: Fisher) -> None:
         self.capture = capture
         self.fisher = fisher
+        self.advice = Advice()
         #: Whether there was a call since this was last set to false.
         self.called = False
         #: What the quadratic model collects in its own run of the closure.
@@ -47,13 +53,7 @@ class Observer:
                 "observe() is for fisher='mc' or 'exact' and for rescale='quadratic', "
                 f"not {self.fisher!r}, which needs no call."
             )
-        check_likelihood(likelihood)
-        check_count("samples", samples)
-        if outputs.dim() < 2:
-            raise ValueError(
-                f"outputs have shape {tuple(outputs.shape)}; give [N, ..., C] with samples first "
-                "and classes or values last."
-            )
+        check_arguments(outputs, likelihood, mask, ignore_index, samples, generator)
         self.called = True
         if self.products is not None:
             self._collect(self.products, outputs, likelihood, mask, ignore_index)
@@ -64,6 +64,8 @@ class Observer:
                 "observe() found no forward pass to observe: call it once after each forward in "
                 "training mode and before backward()."
             )
+        check_graph(outputs)
+        advise(self.advice, self.fisher, outputs, likelihood, samples, generator)
         scores = _scores(outputs)
         weights = term_mask(scores, mask, ignore_index)
         self._share_terms(weights)
@@ -71,7 +73,7 @@ class Observer:
             draws, share = exact_gradients(scores, likelihood), 1.0  # type: ignore[arg-type]
         else:
             source = generator or self._generator(scores.device)
-            draws = (sampled_gradient(scores, likelihood, source) for _ in range(samples))  # type: ignore[arg-type]
+            draws = (sampled_gradient(scores, likelihood, source) for _ in range(int(samples)))  # type: ignore[arg-type]
             share = 1 / samples
         with keeping_buffers():
             for number, gradient in enumerate(draws):
@@ -87,11 +89,7 @@ class Observer:
         mask: Tensor | None,
         ignore_index: int | None,
     ) -> None:
-        if not outputs.requires_grad:
-            raise RuntimeError(
-                "observe() got outputs without a graph: give what the model returned, not a "
-                "detached copy, and run the forward pass with gradients enabled."
-            )
+        check_graph(outputs)
         weights = term_mask(_scores(outputs), mask, ignore_index)
         products.add(outputs, likelihood, weights)  # type: ignore[arg-type]
 
@@ -110,7 +108,7 @@ class Observer:
         if not self.capture.edges:
             return
         edges = [edge.gradient for edge in self.capture.edges]
-        found = torch.autograd.grad(outputs, edges, gradient, retain_graph=True, allow_unused=True)
+        found = _back(outputs, edges, gradient)
         with observing(outputs.device):
             for edge, grad in zip(self.capture.edges, found, strict=True):
                 if grad is not None:
@@ -127,7 +125,7 @@ class Observer:
             return
         self.capture.draw = (draw, share)
         try:
-            torch.autograd.grad(outputs, weights, gradient, retain_graph=True, allow_unused=True)
+            _back(outputs, weights, gradient)
         finally:
             self.capture.draw = None
 
@@ -158,6 +156,18 @@ class Observer:
         """Continue from a saved state."""
         self._saved_state[:] = [state.detach().cpu().clone()]
         self._generators.clear()
+
+
+def _back(
+    outputs: Tensor, targets: Sequence[Tensor] | Sequence[GradientEdge], gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the targets, with a sentence about when to call if the graph is gone."""
+    try:
+        return torch.autograd.grad(outputs, targets, gradient, retain_graph=True, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise graph_error() from error
 
 
 def _scores(outputs: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kronfac import checkpoint
+from kronfac.advice import Advice
+from kronfac.base_steps import BaseSteps
+from kronfac.closures import Closures
 from kronfac.config import Number, Options, Schedules, check_scaler
 from kronfac.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
 from kronfac.distributed.agreement import (
@@ -37,16 +40,23 @@ from kronfac.distributed.scheme import Distribute
 from kronfac.distributed.team import Team
 from kronfac.distributed.world import World
 from kronfac.hooks import remove_inert_hooks
+from kronfac.integrity import check_entries, check_saved
 from kronfac.layers import Layer
 from kronfac.methods.block import Block
+from kronfac.outputs import Outputs
+from kronfac.oversights import advise_on_arguments, advise_on_step, enlist
 from kronfac.phases import Seconds
 from kronfac.preconditioner import Preconditioner
 from kronfac.refusals import (
     check_base,
+    check_closure,
     check_curvature,
     check_join,
     check_lever,
     check_model,
+    check_param_group,
+    check_process_group,
+    check_rank,
     check_ranks,
     check_stagger,
     check_tensors,
@@ -54,7 +64,7 @@ from kronfac.refusals import (
 from kronfac.scaling import calling_scaler
 from kronfac.selection import outermost, plain_name, unwrap
 from kronfac.stale import Interval, StaleInterval, as_given, as_intervals
-from kronfac.summary import describe
+from kronfac.summary import describe, left_out
 from kronfac.trial import Trial
 
 if dist.is_available():
@@ -94,8 +104,10 @@ class Preconditioned(Optimizer, Joinable, ABC):
     ) -> None:
         check_model(model)
         check_base(base_optimizer)
+        check_process_group(process_group)
         settings = Distribute() if distribute is None else distribute
         self._build(model, base_optimizer, options, schedules, settings, process_group)
+        advise_on_arguments(self._advice, self._preconditioner, base_optimizer)
 
     def _build(
         self,
@@ -122,6 +134,10 @@ class Preconditioned(Optimizer, Joinable, ABC):
         self._preconditioner.attach(self.param_groups)
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
+        enlist(self._preconditioner)
+        self._advice, self._outputs = Advice(), Outputs(outermost(model))
+        self._closures = Closures(self._advice)
+        self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
             world = World(group_of(model) if process_group is None else process_group)
             if process_group is not None:
@@ -178,6 +194,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the base optimizer a group of parameters and precondition their layers."""
+        check_param_group(param_group)
         self.base.add_param_group(param_group)
         self._preconditioner.attach(self.param_groups)
 
@@ -200,17 +217,18 @@ class Preconditioned(Optimizer, Joinable, ABC):
         again on the same random numbers; the loss of the first run is returned, and further runs
         change neither buffers nor gradients nor statistics.
         """
+        check_closure(closure)
         ours = self._preconditioner
         trial = Trial(ours, self.param_groups, closure)
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = self._closures.run(closure, self.param_groups)
         if ours.capture.due:
             check_tensors(ours.watched(), self.param_groups)
+            advise_on_step(self._advice, ours, self.base)
         if ours.is_empty_step(self.param_groups):
             ours.allocate(self.param_groups)
-            with ours.only_own():
+            with ours.only_own(), self._base_steps.ours():
                 self.base.step()
             return loss
         if ours.team is not None:
@@ -220,12 +238,13 @@ class Preconditioned(Optimizer, Joinable, ABC):
         trial.choose_update()
         self._step_base()
         trial.judge()
+        self._closures.end_step(self.param_groups)
         ours.advance()
         return loss
 
     def _step_base(self) -> None:
         ours = self._preconditioner
-        with ours.phases("base"), ours.only_own():
+        with ours.phases("base"), ours.only_own(), self._base_steps.ours():
             self.base.step()
         if ours.ownership is not None:
             ours.ownership.spread_weights()
@@ -298,9 +317,10 @@ class Preconditioned(Optimizer, Joinable, ABC):
         It is the same for any number of ranks and any scheme, its tensors are on the CPU, and every
         rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
         """
+        team = self._preconditioner.team
+        check_rank(to, 1 if team is None else team.world.size)
         self.consolidate()
         own = self.state_dict()
-        team = self._preconditioner.team
         return own if team is None else gather_state(team.world, own, to)
 
     # --- hyperparameters that may change --------------------------------------------------------
@@ -440,6 +460,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
     def detach(self) -> None:
         """Remove every hook; from now on steps are the base optimizer's own."""
         self._preconditioner.detach()
+        self._outputs.remove()
+        self._base_steps.remove()
 
     # --- looking --------------------------------------------------------------------------------
 
@@ -480,28 +502,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
         """
         ours = self._preconditioner
         states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
-        taken = {p for s in states for p in s.layer.parameters}
         trained = {p for group in self.param_groups for p in group["params"]}
-        beside_frozen = {s.layer.bias for s in ours.layers.values() if s not in states}
-        unfrozen = {s.layer.bias for s in states if s.layer.stale()}
-        left_out = {}
-        for parameter, name in self._names().items():
-            if parameter in taken:
-                continue
-            if not parameter.requires_grad:
-                reason = "frozen"
-            elif parameter not in trained:
-                reason = "not given to the base optimizer"
-            elif ours.detached:
-                reason = "the optimizer is detached"
-            elif parameter in beside_frozen:
-                reason = "its weight is frozen"
-            elif parameter in unfrozen:
-                reason = "it joins its layer at the next factor step"
-            else:
-                reason = ours.reasons.get(name, "not a parameter of the model")
-            lazy = isinstance(parameter, UninitializedParameter)
-            left_out[name] = (0 if lazy else parameter.numel(), reason)
+        others = left_out(ours, self._names(), trained)
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
         updates = trained if ours.quadratic is not None else set()
         held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
@@ -509,7 +511,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
         ranks = None
         if ours.team is not None and ours.ownership is not None:
             ranks = overview(ours.team, ours.ownership, states)
-        return describe(title, states, left_out, update_bytes, ranks)
+        remark = self._outputs.remark(ours.options)
+        return describe(title, states, others, update_bytes, ranks, remark)
 
     def __repr__(self) -> str:
         return self.summary()
@@ -541,7 +544,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        check_saved(state_dict)
         base, ours = checkpoint.split(state_dict, *self._names_and_shapes())
+        check_entries(ours or {}, expected=ours is not None and bool(self._preconditioner.layers))
         if ours is None:
             warnings.warn(
                 "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "

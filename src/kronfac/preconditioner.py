@@ -504,19 +504,19 @@ class Preconditioner:
 
     def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
         """What is saved, by parameter name; every trainable parameter has at least the step."""
-        step = torch.tensor(self.clock.step, dtype=torch.int64)
-        partial = torch.tensor(self.team is not None and self.team.is_partial)
+        step = torch.tensor(self.clock.step, dtype=torch.int64, device="cpu")
+        partial = torch.tensor(self.team is not None and self.team.is_partial, device="cpu")
         found: dict[str, dict[str, Any]] = {
             name: {"step": step} for p, name in names.items() if p.requires_grad
         }
         shared: dict[str, Any] = {"step": step, "partial": partial}
         last = -1 if self.clock.last_factor is None else self.clock.last_factor
-        shared["last_factor"] = torch.tensor(last, dtype=torch.int64)
+        shared["last_factor"] = torch.tensor(last, dtype=torch.int64, device="cpu")
         random, damping = self.observer.random_state(), self.schedules.get("damping")
         if random is not None:
             shared["random"] = random
         if isinstance(damping, AdaptiveDamping):
-            shared["damping"] = torch.tensor(damping.current, dtype=torch.float64)
+            shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
         if (interval := self._adaptive()) is not None:
             shared["interval"] = interval.entry()
         for (parameter, _), state in self.layers.items():

@@ -60,7 +60,7 @@ class QuadraticModel:
         damped = curvature + damping * gram.to("cpu", torch.float64)
         precision = max(torch.finfo(value.dtype).eps for value in gradient.values())
         weights = best_weights(damped.tolist(), slopes.tolist(), precision)
-        used = torch.tensor(weights[: len(directions)], dtype=torch.float64)
+        used = torch.tensor(weights[: len(directions)], dtype=torch.float64, device="cpu")
         self.learning_rate, self.momentum = -weights[0], weights[1]
         self.curvature = float(used @ curvature @ used)
         update = {p: value * weights[0] for p, value in directions[0].items()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,11 +18,22 @@ from kronfac.layers import Layer
 from kronfac.stale import AdaptiveInterval
 
 
-def check_model(model: object) -> None:
-    """Raise unless the model can be watched in this process."""
+def check_module(model: object) -> None:
+    """Raise unless this is a model at all."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise unless the model can be watched in this process."""
+    check_module(model)
     _refuse_deepspeed(model, "model")
+    _refuse_flat_parameters(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "the model is scripted or traced (torch.jit), so its layers run where nothing can be "
+            "observed; build the optimizer with the model as it was before, or use torch.compile."
+        )
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "torch.nn.DataParallel copies the model in every forward, so nothing can be observed; "
@@ -32,6 +45,23 @@ def check_model(model: object) -> None:
                 f"parameter {name!r} is sharded (DTensor), which is not supported in this version: "
                 "train with whole parameters on every rank."
             )
+
+
+def check_process_group(group: object) -> None:
+    """Raise unless this is a process group that is in use, or nothing."""
+    if group is None:
+        return
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            f"process_group={group!r} was given, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group(...) first, or leave process_group out."
+        )
+    stranger = group is dist.GroupMember.NON_GROUP_MEMBER  # told apart where ranks are counted
+    if not stranger and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={group!r} must be what torch.distributed.new_group(...) or "
+            "DeviceMesh.get_group() returns."
+        )
 
 
 def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
@@ -47,6 +77,12 @@ def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
                 f"{name} needs every rank's gradients, which distribute='layer-parallel' leaves with "
                 "their owners: choose another scheme."
             )
+
+
+def check_rank(to: object, size: int) -> None:
+    """Raise unless there is a rank of this number."""
+    if not isinstance(to, int) or isinstance(to, bool) or not 0 <= to < size:
+        raise ValueError(f"to={to!r} must be the number of a rank, from 0 to {size - 1}.")
 
 
 def check_join(rescale: str | None, damping: object) -> None:
@@ -121,6 +157,24 @@ def check_plain_steps(rescale: str | None, groups: Iterable[Mapping[str, Any]]) 
                 )
 
 
+def check_closure(closure: object) -> None:
+    """Raise unless this can be called, or is nothing."""
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            f"step({closure!r}): the argument is a closure, a function that computes the loss, calls "
+            "backward() and returns the loss; without one, call step()."
+        )
+
+
+def check_param_group(group: object) -> None:
+    """Raise unless this has parameters for the base optimizer."""
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(
+            f"add_param_group({group!r}): give a dict with the parameters under 'params', for example "
+            "{'params': layer.parameters(), 'lr': 0.1}."
+        )
+
+
 def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> None:
     """Raise if somebody has replaced the tensors of the model or of the parameter groups."""
     trained = {p for group in groups for p in group["params"]}
@@ -136,6 +190,18 @@ def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> 
                 f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
                 "to_empty or assignment, for example); build the optimizer after that."
             )
+
+
+def _refuse_flat_parameters(model: nn.Module) -> None:
+    """FSDP1 flattens the parameters of many layers into one vector; FSDP2 does not."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second
+    wrapper = () if fsdp is None else fsdp.FullyShardedDataParallel
+    wrapped = any(isinstance(module, wrapper) for module in model.modules())
+    if wrapped or any(getattr(p, "_fsdp_flattened", False) for p in model.parameters()):
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters, and "
+            "K-FAC needs each layer's own gradient; use DistributedDataParallel."
+        )
 
 
 def _refuse_deepspeed(value: object, role: str) -> None:

@@ -110,7 +110,7 @@ def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[U
 
 def kl_clip_sum(updates: Sequence[Update]) -> Tensor:
     """``Σ lr²⟨v, g⟩`` over some layers."""
-    return sum((_step_size(update) for update in updates), start=torch.zeros(()))
+    return sum((_step_size(update) for update in updates), start=torch.zeros((), device="cpu"))
 
 
 def kl_clip_factor(total: Tensor, bound: float) -> Tensor:

@@ -101,7 +101,7 @@ class AdaptiveInterval:
     def entry(self) -> Tensor:
         """What is saved."""
         last = _NEVER if self.last is None else self.last
-        return torch.tensor([self.current, self.before, last], dtype=torch.int64)
+        return torch.tensor([self.current, self.before, last], dtype=torch.int64, device="cpu")
 
     def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Continue from what was saved; without it, start anew."""
@@ -129,7 +129,8 @@ def compare(states: Iterable[LayerState], tolerance: float) -> Tensor:
             for flags, old in zip(similar[:known], before, strict=False):
                 flags.append(_similar(mean, old, tolerance))
             state.history[name] = (mean, before[0] if before else torch.zeros_like(mean))
-    return torch.tensor([n for flags in similar for n in (_count(flags), len(flags))])
+    votes = [n for flags in similar for n in (_count(flags), len(flags))]
+    return torch.tensor(votes, device="cpu")
 
 
 def _similar(mean: Tensor, old: Tensor, tolerance: float) -> Tensor:

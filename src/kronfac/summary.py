@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from kronfac.distributed.overview import Overview
 from kronfac.layer_state import LayerState
+from kronfac.preconditioner import Preconditioner
 
 _WIDTH = 80
 _HEADER = ("layer", "type", "d_out x d_in", "method", "memory")
@@ -19,6 +23,7 @@ def describe(
     left_out: Mapping[str, tuple[int, str]],
     update_bytes: int = 0,
     ranks: Overview | None = None,
+    remark: Sequence[str] = (),
 ) -> str:
     """Format layers, their sizes and memory, then every parameter that is left out and why.
 
@@ -40,8 +45,39 @@ def describe(
     notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
     if notes:
         lines += ["Notes:", *notes]
+    lines += remark
     lines += _left_out_lines(left_out)
     return "\n".join(lines)
+
+
+def left_out(
+    ours: Preconditioner, names: Mapping[nn.Parameter, str], trained: Collection[nn.Parameter]
+) -> dict[str, tuple[int, str]]:
+    """Size of every parameter that is not preconditioned, and why, by name."""
+    layers = [state.layer for state in ours.layers.values()]
+    active = [layer for layer in layers if layer.weight.requires_grad]
+    taken = {p for layer in active for p in layer.parameters}
+    beside_frozen = {layer.bias for layer in layers if layer not in active}
+    unfrozen = {layer.bias for layer in active if layer.stale()}
+    found = {}
+    for parameter, name in names.items():
+        if parameter in taken:
+            continue
+        if not parameter.requires_grad:
+            reason = "frozen"
+        elif parameter not in trained:
+            reason = "not given to the base optimizer"
+        elif ours.detached:
+            reason = "the optimizer is detached"
+        elif parameter in beside_frozen:
+            reason = "its weight is frozen"
+        elif parameter in unfrozen:
+            reason = "it joins its layer at the next factor step"
+        else:
+            reason = ours.reasons.get(name, "not a parameter of the model")
+        lazy = isinstance(parameter, UninitializedParameter)
+        found[name] = (0 if lazy else parameter.numel(), reason)
+    return found
 
 
 def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[str]:

@@ -129,7 +129,8 @@ class Trial:
                     total += float(state.block.quadratic(state.solution, state.layer.gradient()))
         team = self._ours.team
         if team is not None:
-            total = float(team.add_up(torch.tensor(total, dtype=torch.float64), self._ours.model))
+            own = torch.tensor(total, dtype=torch.float64, device="cpu")
+            total = float(team.add_up(own, self._ours.model))
         return total
 
     def _mean(self, value: float) -> float:

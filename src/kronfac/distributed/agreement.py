@@ -51,7 +51,7 @@ def check_parameters(world: World, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _differs(world: World, tensors: Iterable[Tensor]) -> bool:
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device="cpu")
     for number, tensor in enumerate(tensors, start=1):
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         wide = values.detach().double() if values.device.type != "mps" else values.detach()
@@ -59,7 +59,7 @@ def _differs(world: World, tensors: Iterable[Tensor]) -> bool:
         sums[1] += float(wide.abs().sum())
         sums[2] += number
     finite = bool(torch.isfinite(sums).all())
-    sums = torch.cat([torch.nan_to_num(sums), torch.tensor([float(finite)], dtype=torch.float64)])
+    sums = torch.cat([torch.nan_to_num(sums), sums.new_tensor([float(finite)])])
     least = world.total(sums, dist.ReduceOp.MIN)
     most = world.total(sums, dist.ReduceOp.MAX)
     scale = torch.maximum(most[1].abs(), torch.finfo(torch.float64).tiny * torch.ones_like(most[1]))

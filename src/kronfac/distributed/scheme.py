@@ -30,7 +30,8 @@ class Hybrid:
     fraction: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction, int | float) or not 0 < self.fraction <= 1:
+        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not number or not 0 < self.fraction <= 1:
             raise ValueError(f"Hybrid({self.fraction!r}): the fraction must be a number in (0, 1].")
 
     def __str__(self) -> str:

@@ -62,7 +62,9 @@ class World:
     def total(self, values: Sequence[float] | Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine a few numbers over all ranks, in double precision; waits."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        flat = torch.as_tensor(values, dtype=dtype).to(self.device, copy=True)
+        if not isinstance(values, Tensor):
+            values = torch.tensor(values, dtype=dtype, device="cpu")
+        flat = values.to(self.device, dtype, copy=True)
         self.all.all_reduce("control", flat, op).wait()
         return flat
 
@@ -91,7 +93,7 @@ class World:
 
         Those of thousands of ranks would be a lot to send, so that digests are compared first.
         """
-        digest = torch.tensor(_digest(here))
+        digest = torch.tensor(_digest(here), device="cpu")
         most, least = self.total(torch.cat([digest, -digest]), dist.ReduceOp.MAX).chunk(2)
         if torch.equal(most, -least):
             return

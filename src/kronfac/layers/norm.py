@@ -182,9 +182,10 @@ def is_rms_norm(module: nn.Module) -> bool:
         return False
     if weight.dim() != 1 or epsilon_of(module) is None or weight.device.type == "meta":
         return False
-    generator = torch.Generator().manual_seed(0)
+    # On the CPU whatever the default device is, which may have no generator.
+    generator = torch.Generator("cpu").manual_seed(0)
     x, scale = (
-        (1 + torch.rand(*shape, generator=generator)).to(weight.device, weight.dtype)
+        (1 + torch.rand(*shape, generator=generator, device="cpu")).to(weight.device, weight.dtype)
         for shape in ((2, 3, weight.numel()), weight.shape)
     )
     twin = copy.copy(module)
