@@ -98,3 +98,60 @@ def test_an_error_in_a_step_does_not_count_its_batch_twice() -> None:
     torch.nn.functional.cross_entropy(outputs, y).backward()
     optimizer.step()
     assert set(counts(optimizer, "A").values()) == {float(len(x))}
+
+
+# --- forwards without a backward -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"fisher": "mc"}, {"sharing": "reduce"}, {}], ids=str)
+def test_zero_grad_frees_all_forwards_but_the_newest(options: dict[str, str]) -> None:
+    model = mlp()
+    optimizer = kfac(model, **options)
+    freed: list[int] = []
+    for number in range(5):
+        x = batch(number)[0].clone()  # the graph of its forward keeps it
+        weakref.finalize(x, freed.append, number)
+        model(x)
+        del x
+        optimizer.zero_grad()
+        gc.collect()
+    assert len(freed) >= 4
+    held = [len(state.pending.held_inputs) for state in layers(optimizer).values()]
+    assert max(held) <= 1
+
+
+def test_the_newest_forward_survives_zero_grad() -> None:
+    """Loops call it between forward and backward."""
+
+    def gradients_of(early: bool) -> dict[str, Tensor]:
+        model = mlp()
+        optimizer = kfac(model, fisher="mc", sharing="reduce")
+        if early:
+            optimizer.zero_grad()
+        out = model(batch()[0])
+        if not early:
+            optimizer.zero_grad()
+        optimizer.observe(out, generator=torch.Generator().manual_seed(0))
+        nn.functional.cross_entropy(out, batch()[1]).backward()
+        optimizer.step()
+        return parameters(model)
+
+    assert_close(gradients_of(early=True), gradients_of(early=False))
+
+
+def test_inputs_of_forwards_without_a_backward_count_whether_they_are_held_or_not() -> None:
+    """Pending inputs stay, as the conventions say; only their memory goes."""
+
+    def statistics(clears: bool) -> Tensor:
+        model = mlp()
+        optimizer = kfac(model, sharing="reduce")
+        for number in range(3):
+            model(batch(number)[0])
+            if clears:
+                optimizer.zero_grad()
+        step(model, optimizer, batch(4))
+        running = next(iter(layers(optimizer).values())).running["A"]
+        assert running.sum is not None
+        return running.sum
+
+    assert_close(statistics(clears=True), statistics(clears=False))
