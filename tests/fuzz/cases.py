@@ -85,8 +85,9 @@ class Case:
 
     # --- data ---------------------------------------------------------------------------------
 
-    def batch(self, step: int) -> list[Part]:
+    def batch(self, step: int, micro: int | None = None) -> list[Part]:
         """The micro-batches of a step."""
+        micro = micro or self.micro
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         net, inputs = self.make()
         size = self.sizes[step % len(self.sizes)]
@@ -105,7 +106,7 @@ class Case:
             targets = targets.masked_fill(hidden, IGNORED)
         terms = int((targets != IGNORED).sum())
         divisor = {"samples": size, "terms": terms}.get(str(self.divisor), self.divisor)
-        pieces = zip(x.chunk(self.micro), targets.chunk(self.micro), strict=True)
+        pieces = zip(x.chunk(micro), targets.chunk(micro), strict=True)
         return [Part(*piece, float(divisor)) for piece in pieces]
 
     def draws(self, step: int, micro: int) -> torch.Generator | None:

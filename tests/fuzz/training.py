@@ -6,25 +6,38 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from tests.fuzz.cases import IGNORED, Case
+from tests.fuzz.cases import IGNORED, Case, Part
 from tests.fuzz.nets import Net
+
+
+def backward(
+    net: Net,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    case: Case,
+    part: Part,
+    step: int,
+    micro: int,
+) -> None:
+    """One micro-batch; ``model`` is the net or what wraps it."""
+    net.set_moment(step, micro)
+    scores = model(part.x)
+    if case.sampled and isinstance(optimizer, kronfac.KFAC):
+        optimizer.observe(
+            scores,
+            mask=part.targets,
+            ignore_index=IGNORED,
+            samples=case.samples_per_term,
+            generator=case.draws(step, micro),
+        )
+    part.loss(scores).backward()
 
 
 def take_step(net: Net, optimizer: torch.optim.Optimizer, case: Case, step: int) -> None:
     """Forward and backward in micro-batches, then a step."""
     optimizer.zero_grad()
     for micro, part in enumerate(case.batch(step)):
-        net.set_moment(step, micro)
-        scores = net(part.x)
-        if case.sampled and isinstance(optimizer, kronfac.KFAC):
-            optimizer.observe(
-                scores,
-                mask=part.targets,
-                ignore_index=IGNORED,
-                samples=case.samples_per_term,
-                generator=case.draws(step, micro),
-            )
-        part.loss(scores).backward()
+        backward(net, net, optimizer, case, part, step, micro)
     optimizer.step()
 
 
