@@ -184,7 +184,10 @@ def make_case(seed: int, features: Features | None = None) -> Case:
 
 
 def for_ranks(case: Case, world_size: int) -> Case:
-    """The run without what ranks may do otherwise than one process: random draws, sums, batch norm."""
+    """The run without what ranks may do otherwise than one process.
+
+    That is random draws, summed losses, and layers whose rows mix samples.
+    """
     options = dict(case.options)
     if options["fisher"] == "mc":
         options["fisher"] = "exact"
@@ -192,7 +195,7 @@ def for_ranks(case: Case, world_size: int) -> Case:
         options["loss_average"] = "batch"
     return replace(
         case,
-        features=replace(case.features, batch_norm=False),
+        features=replace(case.features, batch_norm=False, norms_of_positions=False),
         options=options,
         sizes=(12,),
         masked=False,

@@ -33,6 +33,8 @@ class Features:
     frozen: bool = True
     attention: bool = True
     ungrouped: bool = True
+    #: Norms on ``[T, N, d]``: a row is a position, summed over samples.
+    norms_of_positions: bool = True
     batch_norm: bool = True
 
     @staticmethod
@@ -308,7 +310,9 @@ class Maker:
 
     def flat(self) -> None:
         way = self.rng.choice(["positions first", "no samples"])
-        layer = self.layer() if self.chance(0.7) else nn.LayerNorm(self.width)
+        allowed = way == "no samples" or self.features.norms_of_positions
+        norm = self.chance(0.3) and allowed
+        layer = nn.LayerNorm(self.width) if norm else self.layer()
         self.pieces.append(blocks.Flat(layer, way))
 
     def turn(self) -> None:

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +22,9 @@ STEPS = 5
 class World:
     """How a seed's run is shared out over ranks."""
 
-    def __init__(self, seed: int, world_size: int | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         rng = Random(5_000_011 + seed)
-        self.size = world_size or rng.choice([2, 3])
+        self.size = rng.choice([2, 3])
         scheme = rng.choice(
             ["auto", "replicated", "comm-opt", "mem-opt", "layer-parallel", "spd", "hybrid"]
         )
@@ -68,7 +67,7 @@ def shard(case: Case, step: int, rank: int) -> list[Part]:
 def on_rank(rank: int, seed: int) -> tuple[list[dict[str, Tensor]], list[int]]:
     """Parameters after each step, and the steps after which ranks did not have the same bits."""
     warnings.simplefilter("ignore", UserWarning)  # advice on settings that were drawn by chance
-    world = World(seed, dist.get_world_size())
+    world = World(seed)
     case = world.case
     net, _ = case.make()
     model: nn.Module = net

@@ -44,7 +44,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return made
 
 
-@runs(quick=60)
+@runs(quick=40)
 def test_every_step_is_that_of_the_dense_oracle(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
@@ -58,7 +58,7 @@ def test_every_step_is_that_of_the_dense_oracle(case: Case) -> None:
             assert error < 1e-7, f"step {step}: {name!r} differs by {error:.1e}"
 
 
-@runs(quick=20, start=100)
+@runs(quick=10, start=100)
 def test_a_loaded_state_resumes_bit_for_bit(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
@@ -74,7 +74,7 @@ def test_a_loaded_state_resumes_bit_for_bit(case: Case) -> None:
     assert_same_bits(other, net)
 
 
-@runs(quick=20, start=200)
+@runs(quick=10, start=200)
 def test_a_copy_of_model_and_optimizer_goes_on_equally(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
@@ -85,7 +85,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_equally(case: Case) -> None:
     assert_same_bits(other, net)
 
 
-@runs(quick=20, start=300)
+@runs(quick=10, start=310)
 def test_a_detached_optimizer_is_its_base(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
@@ -103,7 +103,7 @@ def test_a_detached_optimizer_is_its_base(case: Case) -> None:
     assert_same_bits(other, net)
 
 
-@runs(quick=40)
+@runs(quick=20)
 def test_the_summary_accounts_for_every_parameter_once(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
@@ -115,7 +115,7 @@ def test_the_summary_accounts_for_every_parameter_once(case: Case) -> None:
     ), text
 
 
-@runs(quick=20, start=400)
+@runs(quick=5, start=400)
 def test_stats_are_plain_numbers(case: Case) -> None:
     net, _ = case.make()
     optimizer = case.optimizer(net)
