@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import kronfac
-from tests.fuzz.nets import Features, Inputs, Net, make_net
+from tests.fuzz.making import make_net
+from tests.fuzz.nets import Features, Inputs, Net
 
 #: Target of a loss term that does not count.
 IGNORED = -100
