@@ -187,7 +187,7 @@ def make_case(seed: int, features: Features | None = None) -> Case:
 def for_ranks(case: Case, world_size: int) -> Case:
     """The run without what ranks may do otherwise than one process.
 
-    That is random draws, summed losses, and layers whose rows mix samples.
+    That is random draws, summed losses, and a forward that mixes samples.
     """
     options = dict(case.options)
     if options["fisher"] == "mc":
@@ -196,7 +196,7 @@ def for_ranks(case: Case, world_size: int) -> Case:
         options["loss_average"] = "batch"
     return replace(
         case,
-        features=replace(case.features, batch_norm=False, norms_of_positions=False),
+        features=replace(case.features, batch_norm=False),
         options=options,
         sizes=(12,),
         masked=False,

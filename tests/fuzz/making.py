@@ -236,9 +236,7 @@ class Maker:
 
     def flat(self) -> None:
         way = self.rng.choice(["positions first", "no samples"])
-        allowed = way == "no samples" or self.features.norms_of_positions
-        norm = self.chance(0.3) and allowed
-        layer = nn.LayerNorm(self.width) if norm else self.layer()
+        layer = self.layer() if self.chance(0.7) else nn.LayerNorm(self.width)
         self.pieces.append(blocks.Flat(layer, way))
 
     def turn(self) -> None:

@@ -24,8 +24,6 @@ class Features:
     frozen: bool = True
     attention: bool = True
     ungrouped: bool = True
-    #: Norms on ``[T, N, d]``: a row is a position, summed over samples.
-    norms_of_positions: bool = True
     batch_norm: bool = True
 
     @staticmethod

@@ -150,17 +150,17 @@ def token_rows(use: Use, width: int) -> tuple[Tensor, list[Tensor | None]]:
     return one_hot, [None if g is None else g.flatten(0, -2)[keep] for g in use.grads]
 
 
-def norm_rows(use: Use, has_bias: bool) -> list[Tensor | None]:
-    """Gradients of weight and bias of each entry of dimension 0, ``[N, C, p]``."""
-    return [None if g is None else _norm_row(use, g, has_bias) for g in use.grads]
+def norm_rows(use: Use, has_bias: bool, grouped: bool) -> Draw:
+    """Gradients of weight and bias of each sample, or of each position: ``[N, C, p]``."""
+    return [None if g is None else _norm_row(use, g, has_bias, grouped) for g in use.grads]
 
 
-def _norm_row(use: Use, g: Tensor, has_bias: bool) -> Tensor:
+def _norm_row(use: Use, g: Tensor, has_bias: bool, grouped: bool) -> Tensor:
     columns = [g * normalized(use.module, use.x)] + ([g] if has_bias else [])
-    trailing = isinstance(use.module, nn.LayerNorm | nn.RMSNorm)
-    kept = use.module.weight.dim()  # type: ignore[union-attr]
-    if trailing:
-        summed = [c.reshape(len(c), -1, *c.shape[-kept:]).sum(1).flatten(1) for c in columns]
+    if isinstance(use.module, nn.LayerNorm | nn.RMSNorm):
+        kept = use.module.weight.dim()
+        shape = (len(g), -1) if grouped else (-1, 1)
+        summed = [c.reshape(*shape, *c.shape[-kept:]).sum(1).flatten(1) for c in columns]
     else:
         summed = [c.reshape(*c.shape[:2], -1).sum(-1) for c in columns]
     return torch.stack(summed, -1)

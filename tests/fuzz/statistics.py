@@ -24,7 +24,7 @@ def fold(case: Case, layer: Layer, passes: list[rows.SeenPass]) -> None:
         if layer.kind == "norm":
             outputs.append((one, *_norm_side(layer, one, uses)))
         elif layer.kind == "embedding":
-            outputs.append((one, _token_sides(layer, uses), False))
+            outputs.append((one, _token_sides(layer, one, uses), False))
         else:
             outputs.append((one, *_matrix_sides(case, layer, one, uses)))
     if any(one.broadcasts(uses) for one, uses in seen):
@@ -67,7 +67,7 @@ def _matrix_sides(
     else:
         inputs = [a.flatten(-3, -2) for a, _ in found]
     for a in inputs:
-        layer.A.add(_gram(a), a.shape[-2])
+        _add_input(layer, a, seen, uses)
 
     def side(g: Tensor | None) -> Tensor | None:
         if g is None:
@@ -77,21 +77,27 @@ def _matrix_sides(
     return [[side(g) for g in grads] for _, grads in found], reduces
 
 
-def _token_sides(layer: Layer, uses: list[rows.Use]) -> Sides:
+def _add_input(layer: Layer, a: Tensor, seen: rows.SeenPass, uses: list[rows.Use]) -> None:
+    """Add rows ``[*b, R, d]``; an input that serves all samples is a row of each of them."""
+    times = seen.samples if seen.broadcasts(uses) else 1
+    layer.A.add(_gram(a) * times, a.shape[-2] * times)
+
+
+def _token_sides(layer: Layer, seen: rows.SeenPass, uses: list[rows.Use]) -> Sides:
     found = [rows.token_rows(use, layer.weight.shape[0]) for use in uses]
     for a, _ in found:
-        layer.A.add(_gram(a), len(a))
+        _add_input(layer, a, seen, uses)
         now, before = a.any(0), layer.seen_tokens
         layer.seen_tokens = now if before is None else before | now
     return [grads for _, grads in found]
 
 
 def _norm_side(layer: Layer, seen: rows.SeenPass, uses: list[rows.Use]) -> tuple[Sides, bool]:
-    sides: Sides = [
-        [None if u is None else u.movedim(0, 1) for u in rows.norm_rows(use, layer.has_bias)]
-        for use in uses
-    ]
-    return sides, all(len(use.x) == seen.samples for use in uses)
+    """Rows are samples, or single positions where dimension 0 is not that of samples."""
+    grouped = all(len(use.x) in (1, seen.samples) for use in uses)
+    found = [rows.norm_rows(use, layer.has_bias, grouped) for use in uses]
+    sides: Sides = [[None if u is None else u.movedim(0, 1) for u in draws] for draws in found]
+    return sides, grouped
 
 
 def _added_up(
