@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,6 @@ class Layer:
     solved: tuple[Tensor | None, Tensor | None, float] | None = None
     last_refresh: int | None = None
     momentum: Tensor | None = None
-    floor: ClassVar[bool] = True
 
     @property
     def has_bias(self) -> bool:
@@ -72,7 +71,7 @@ class Layer:
     def input_factor(self) -> Tensor | None:
         """A; a token that was ever seen counts as at least one row."""
         A = self.A.value()
-        if A is None or self.kind != "embedding" or not Layer.floor:
+        if A is None or self.kind != "embedding":
             return A
         assert self.seen_tokens is not None
         least = self.seen_tokens / self.A.count if self.A.count > 0 else torch.zeros_like(A[0])
