@@ -156,7 +156,7 @@ def test_a_function_may_end_its_group() -> None:
 
 def test_a_rank_that_hangs_is_named_and_shown_and_the_next_call_works(pool: Pool) -> None:
     with pytest.raises(RankTimeoutError, match=r"rank\(s\) \[1\] of 2 did not (.|\n)*in hanging"):
-        pool.run(2, hanging, 60, limit=4)
+        pool.run(2, hanging, 60, limit=8)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
