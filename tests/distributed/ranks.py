@@ -34,9 +34,11 @@ import torch.distributed as dist
 
 SIZE = 4
 #: Seconds after which a collective that a rank waits for fails.
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 #: Seconds for a whole call.
-LIMIT = 120.0
+LIMIT = 240.0
+#: Seconds for the processes to start, which import torch all at once.
+START = 300.0
 #: Seconds that ranks have left once one of them has failed.
 GRACE = 15.0
 
@@ -67,6 +69,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        _send(connection, Answer("ready"))
         while True:
             try:
                 task = _receive(connection)
@@ -157,7 +160,7 @@ class Pool:
         self.calls = 0
 
     def start(self) -> None:
-        """Start the processes if there are none."""
+        """Start the processes if there are none, and wait until they are ready for a call."""
         if self.processes:
             return
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -177,6 +180,18 @@ class Pool:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self._wait_for_start()
+
+    def _wait_for_start(self) -> None:
+        """No rank waits in a call for another one that still starts, nor does a call's limit run."""
+        deadline = time.monotonic() + START
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RankTimeoutError(f"rank {rank} did not start within {START:g} s.")
+            if (first := self._hear(rank)).error is not None:
+                self.close()
+                raise RankError(first.shown)
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -289,9 +304,7 @@ class Pool:
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)  # for the handlers to write
-        files = {rank: self._stacks(rank) for rank in ranks}
-        found = {rank: one.read_text() if one.exists() else "" for rank, one in files.items()}
-        return "\n".join(f"rank {rank}:\n{text}" for rank, text in found.items())
+        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in ranks)
 
 
 _pool = Pool()

@@ -172,6 +172,15 @@ def test_a_rank_that_dies_when_it_leaves_is_named_too(pool: Pool) -> None:
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
+def test_ranks_that_have_been_started_are_ready_for_calls_and_signals() -> None:
+    own = Pool(2)
+    own.start()
+    try:
+        assert [own._stacks(rank).exists() for rank in range(2)] == [True, True]
+    finally:
+        own.close()
+
+
 def test_no_process_is_left_when_a_pool_is_closed(pool: Pool) -> None:
     ids = pool.run(2, process_id)
     pool.close()
