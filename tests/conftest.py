@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+import random
 from collections.abc import Iterator
 
 # Tests run side by side, and so do the ranks and programs that some of them start: one thread each.
@@ -8,10 +9,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("kronfac", deadline=None)  # other work on the machine is no failure
+# Other work on the machine is no failure, and neither is an example that nobody has ever met:
+# `--hypothesis-profile explore` looks for those.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", patient)
+settings.register_profile("kronfac", patient, derandomize=True)
 settings.load_profile("kronfac")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give every test the same random numbers, whichever tests have run before it in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 ``run(3, function, *args)`` calls ``function(rank, *args)`` on three ranks of a process group made for
 this call, and returns their results by rank. The function must be importable by name. Warnings are
 errors in ranks too, and each call finds torch's default dtype and seed as they were at the start.
+
+A rank that is done keeps its group until all ranks are: others may still be connecting to it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -19,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -31,9 +34,11 @@ import torch.distributed as dist
 
 SIZE = 4
 #: Seconds after which a collective that a rank waits for fails.
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 #: Seconds for a whole call.
-LIMIT = 120.0
+LIMIT = 240.0
+#: Seconds for the processes to start, which import torch all at once.
+START = 300.0
 #: Seconds that ranks have left once one of them has failed.
 GRACE = 15.0
 
@@ -64,48 +69,62 @@ def _serve(connection: Connection, stacks: str) -> None:
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        _send(connection, Answer("ready"))
         while True:
             try:
                 task = _receive(connection)
+                _send(connection, _answer(*task))
+                _receive(connection)  # until all ranks have answered, or one of them has failed
             except EOFError:
                 return
-            _send(connection, _answer(*task))
+            _leave()
+            _send(connection, Answer("left"))
 
 
-def _answer(
+def _answer(*task: Any) -> Answer:
+    """Call the function in a group of its own, which stays if it succeeds."""
+    try:
+        answer = Answer(_call(*task))
+    except Exception as error:
+        # The time is that of the machine, so that cause and consequence on other ranks can be told.
+        raised, shown = time.monotonic(), traceback.format_exc()
+        answer = Answer(None, _picklable(error), shown, raised)
+    torch.set_default_dtype(torch.float32)
+    gc.collect()  # what still refers to the group has to go before it
+    gc.freeze()  # modules and the like stay: looking at them takes longer than most tests
+    if answer.error is not None:
+        _leave()  # at once: ranks that wait for this one have to notice
+    return answer
+
+
+def _call(
     rank: int,
     world_size: int,
     store: str,
     timeout: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> Answer:
-    """Call the function in a group of its own."""
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        dist.barrier()  # a rank that is quick must not leave before others have arrived
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # The same exception as in pyproject.toml.
-            warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
-            return Answer(function(rank, *args))
-    except Exception as error:
-        # The time is that of the machine, so that cause and consequence on other ranks can be told.
-        raised, shown = time.monotonic(), traceback.format_exc()
-        return Answer(None, _picklable(error), shown, raised)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        gc.collect()  # what still refers to the group has to go before it
-        gc.freeze()  # modules and the like stay: looking at them takes longer than most tests
-        if dist.is_initialized():
-            dist.destroy_process_group()
+) -> Any:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    dist.barrier()  # all ranks are there before one of them fails
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # The same exception as in pyproject.toml.
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        return function(rank, *args)
+
+
+def _leave() -> None:
+    """End the process group, unless the function has done so."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _send(connection: Connection, value: Any) -> None:
@@ -141,7 +160,7 @@ class Pool:
         self.calls = 0
 
     def start(self) -> None:
-        """Start the processes if there are none."""
+        """Start the processes if there are none, and wait until they are ready for a call."""
         if self.processes:
             return
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -161,6 +180,18 @@ class Pool:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self._wait_for_start()
+
+    def _wait_for_start(self) -> None:
+        """No rank waits in a call for another one that still starts, nor does a call's limit run."""
+        deadline = time.monotonic() + START
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RankTimeoutError(f"rank {rank} did not start within {START:g} s.")
+            if (first := self._hear(rank)).error is not None:
+                self.close()
+                raise RankError(first.shown)
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -221,20 +252,43 @@ class Pool:
     def _collect(self, world_size: int, limit: float, grace: float) -> dict[int, Answer]:
         """Answers by rank, as far as they arrive in time."""
         answers: dict[int, Answer] = {}
+        released: set[int] = set()
         deadline = time.monotonic() + limit
         waiting = {self.connections[rank]: rank for rank in range(world_size)}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
-                try:
-                    answers[rank] = _receive(connection)  # type: ignore[arg-type]
-                except EOFError:  # nothing comes before the end of a process
-                    code = self._exit_code(rank)
-                    error = RuntimeError(f"the process of rank {rank} has ended with {code}.")
-                    answers[rank] = Answer(None, error, str(error))
+                answers[rank] = self._hear(rank)
                 if answers[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + grace)
+            if not waiting or any(one.error is not None for one in answers.values()):
+                self._release(answers.keys() - released)
+                released |= answers.keys()
+        self._see_off(released, answers, deadline)
         return answers
+
+    def _hear(self, rank: int) -> Answer:
+        """The answer of a rank, which may be that its process has ended."""
+        try:
+            return _receive(self.connections[rank])
+        except (EOFError, ConnectionError):  # nothing comes before the end of a process
+            code = self._exit_code(rank)
+            error = RuntimeError(f"the process of rank {rank} has ended with {code}.")
+            return Answer(None, error, str(error))
+
+    def _release(self, ranks: Iterable[int]) -> None:
+        """Let ranks that have answered end their process group."""
+        for rank in ranks:
+            with contextlib.suppress(ConnectionError):  # a process that has ended needs no word
+                _send(self.connections[rank], "leave")
+
+    def _see_off(self, ranks: set[int], answers: dict[int, Answer], deadline: float) -> None:
+        """Wait until these ranks are ready for the next call; one that is not has not answered."""
+        for rank in ranks:
+            if not self.connections[rank].poll(max(1.0, deadline - time.monotonic())):
+                del answers[rank]
+            elif (last := self._hear(rank)).error is not None and answers[rank].error is None:
+                answers[rank] = last
 
     def _exit_code(self, rank: int) -> int | None:
         self.processes[rank].join(5)

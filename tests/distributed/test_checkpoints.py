@@ -1,8 +1,11 @@
 """Checkpoints know names, not ranks: they resume in any world, under any scheme."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
+from kronfac.distributed import team
+from kronfac.distributed.units import Compute, Link
 from tests.distributed.equivalence import (
     Case,
     Parameters,
@@ -33,6 +38,7 @@ SAVED, STEPS = 5, 8
 ONE = case("cnn", base="adamw", momentum=0.5, refresh_every=3, steps=STEPS)
 SLOW = pytest.mark.slow
 WITHOUT = "layer-parallel without DDP"
+QUICK, SLUGGISH = Link(1e-6, 1e-12), Link(1e-2, 1e-6)
 
 
 class Training:
@@ -99,9 +105,19 @@ def scheme_of(name: str) -> Any:
     return kronfac.Hybrid(0.5) if name == "hybrid" else name.partition(" ")[0]
 
 
+@contextmanager
+def measured(link: Link) -> Iterator[None]:
+    """What "auto" and "spd" find, on a machine that may be busy with anything else."""
+    with (
+        mock.patch.object(team, "measure_link", return_value=link),
+        mock.patch.object(team, "measure_compute", return_value=Compute()),
+    ):
+        yield
+
+
 def save(rank: int, name: str, how: str, path: Path) -> Parameters:
     """Save in the middle and go on; parameters at the end."""
-    with double_precision():
+    with double_precision(), measured(QUICK):
         training = Training(name)
         training.train(0, SAVED)
         getattr(training, f"save_{how}")(path)
@@ -111,7 +127,8 @@ def save(rank: int, name: str, how: str, path: Path) -> Parameters:
 
 
 def resume(rank: int, name: str, how: str, path: Path, throw_away: bool = False) -> Parameters:
-    with double_precision():
+    # A file brings the scheme that was chosen; DCP reads no more than the scheme found now needs.
+    with double_precision(), measured(QUICK if how == "dcp" else SLUGGISH):
         training = Training(name)
         if throw_away:
             training.throw_away()

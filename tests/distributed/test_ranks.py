@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,8 +47,33 @@ def dying(rank: int) -> None:
     dist.barrier()
 
 
+def dying_later(rank: int) -> None:
+    """One rank dies while its process group is ended."""
+    if rank == 1:
+        mock.patch.object(dist, "destroy_process_group", side_effect=lambda: os._exit(4)).start()
+
+
 def warning(rank: int) -> None:
     warnings.warn("mind the gap", stacklevel=1)
+
+
+def leaving_early(rank: int) -> None:
+    """One rank is done at once; the other still uses the connection to it."""
+    if rank == 1:
+        time.sleep(0.3)
+        dist.isend(torch.ones(3), 0)
+
+
+def waiting_for_one_that_is_done(rank: int) -> None:
+    failing(rank, 1)
+    if rank == 2:
+        dist.recv(torch.ones(3), 0)
+
+
+def ending_the_group(rank: int) -> int:
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
 
 
 def process_id(rank: int) -> int:
@@ -114,9 +140,23 @@ def test_the_first_exception_is_shown_when_others_wait_for_that_rank(pool: Pool)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
+def test_a_rank_that_is_done_stays_until_the_others_are() -> None:
+    assert run(2, leaving_early) == [None, None]
+
+
+def test_nobody_stays_once_a_rank_has_failed() -> None:
+    _, first, consequence = run(3, waiting_for_one_that_is_done, expect_errors=True)
+    assert isinstance(first, ValueError)
+    assert isinstance(consequence, RuntimeError)
+
+
+def test_a_function_may_end_its_group() -> None:
+    assert run(2, ending_the_group) == run(2, ending_the_group) == [0, 1]
+
+
 def test_a_rank_that_hangs_is_named_and_shown_and_the_next_call_works(pool: Pool) -> None:
     with pytest.raises(RankTimeoutError, match=r"rank\(s\) \[1\] of 2 did not (.|\n)*in hanging"):
-        pool.run(2, hanging, 60, limit=4)
+        pool.run(2, hanging, 60, limit=8)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
@@ -124,6 +164,21 @@ def test_a_rank_that_dies_is_named_and_the_next_call_works(pool: Pool) -> None:
     with pytest.raises(RankError, match="rank 1 has ended with 3"):
         pool.run(2, dying)
     assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_a_rank_that_dies_when_it_leaves_is_named_too(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 1 has ended with 4"):
+        pool.run(2, dying_later)
+    assert pool.run(2, summed, 1) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_ranks_that_have_been_started_are_ready_for_calls_and_signals() -> None:
+    own = Pool(2)
+    own.start()
+    try:
+        assert [own._stacks(rank).exists() for rank in range(2)] == [True, True]
+    finally:
+        own.close()
 
 
 def test_no_process_is_left_when_a_pool_is_closed(pool: Pool) -> None:

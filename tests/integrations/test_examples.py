@@ -24,7 +24,7 @@ def test_the_loss_falls(script: str, tmp_path: Path) -> None:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     last = run.stdout.splitlines()[-1]
