@@ -74,8 +74,8 @@ def _optimizer_problems(saved: dict[str, Any], step: int) -> Iterator[str]:
         for index, entry in member["state"].items():
             for key, value in entry.items():
                 yield from not_finite(f"{key} of parameter {index}", value)
-                if key == "kronfac.step" and value != step:
-                    yield f"its K-FAC state is of step {shown(value)}, and its step is {step}"
+                if key == "kronfac.step" and (of := _plain(value)) != step:
+                    yield f"its K-FAC state is of step {shown(of)}, and its step is {step}"
 
 
 def members(saved: dict[str, Any]) -> list[Any]:
@@ -88,6 +88,11 @@ def not_finite(what: str, value: Any) -> Iterator[str]:
     """Say so if a tensor holds NaN or infinite numbers."""
     if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):
         yield f"{what} holds numbers that are not finite"
+
+
+def _plain(value: Any) -> Any:
+    """A number that is kept in a tensor, as a number; everything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def shown(value: Any) -> str:
