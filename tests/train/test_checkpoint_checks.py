@@ -129,7 +129,7 @@ ROWS: list[tuple[str, str, Callable[[Content], None], str]] = [
     ("a negative step", "kfac", put("step", value=-3), "its step is -3 instead of a whole"),
     ("a huge step", "kfac", put("step", value=10**6), "its step is 1000000, and its run has only"),
     ("an endless step", "kfac", put("step", value=10**30), "instead of a whole number"),
-    ("another step", "kfac", put("step", value=5), "its K-FAC state is of step 6, and its step is"),
+    ("another step", "kfac", put("step", value=5), "its K-FAC state is of step 7, and its step"),
     ("a step of K-FAC that is none", "kfac", lambda c: put("kronfac.step", value=torch.ones(2))(
         entry(c, "kronfac.step")), "its K-FAC state is of step a tensor"),
     ("no steps", "kfac", put("steps", value=0), "its steps is 0 instead of a whole number from 1"),

@@ -74,7 +74,7 @@ def _optimizer_problems(saved: dict[str, Any], step: int) -> Iterator[str]:
         for index, entry in member["state"].items():
             for key, value in entry.items():
                 yield from not_finite(f"{key} of parameter {index}", value)
-                if key == "kronfac.step" and (of := _plain(value)) != step:
+                if key == "kronfac.step" and not _is_step(of := _plain(value), step):
                     yield f"its K-FAC state is of step {shown(of)}, and its step is {step}"
 
 
@@ -93,6 +93,10 @@ def not_finite(what: str, value: Any) -> Iterator[str]:
 def _plain(value: Any) -> Any:
     """A number that is kept in a tensor, as a number; everything else as it is."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_step(value: Any, step: int) -> bool:
+    return _is_number(value) and value == step
 
 
 def shown(value: Any) -> str:
