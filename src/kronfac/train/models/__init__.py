@@ -53,7 +53,11 @@ def build(
         "vocab": num_classes,
         "length": sample_shape[-1],
     }
-    return model(**{key: given[key] for key in parameters if key in given}, **options)
+    try:
+        return model(**{key: given[key] for key in parameters if key in given}, **options)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # too large, as a rule
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"[model]: {name} cannot be built with {options!r}: {said}") from error
 
 
 def _check_value(option: str, value: object, default: object) -> None:
