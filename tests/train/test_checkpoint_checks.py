@@ -77,7 +77,19 @@ def test_a_flipped_bit_in_a_tensor_is_named_damage(runs: Path, tmp_path: Path) -
     content[place] ^= 1
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"is damaged: the checksum of .* does not fit"):
+    with pytest.raises(UserError, match=r"is damaged: .*data/\d+ in it is not as it was written"):
+        checkpointing.load(path)
+
+
+def test_a_tensor_that_is_marked_as_a_folder_is_refused(runs: Path, tmp_path: Path) -> None:
+    """Torch takes it for one that is there, and hands out memory that was never written."""
+    content = bytearray((runs / "sgd" / "checkpoint.pt").read_bytes())
+    name = bytes(content).rindex(b"/data/3")  # in the list of entries at the end of the file
+    header = bytes(content).rindex(b"PK\x01\x02", 0, name)
+    content[header + 38] ^= 0x10
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"data/3 in it is not as it was written"):
         checkpointing.load(path)
 
 

@@ -16,22 +16,30 @@ from kronfac.train.errors import UserError
 
 #: More steps than any run has; checkpoints beyond it are broken.
 _MOST_STEPS = 10**15
+#: The flag of folders in the entries of an archive.
+_FOLDER = 0x10
 
 
 def check_archive(path: Path) -> None:
-    """Raise if the file's checksums do not fit its content; ``torch.load`` does not look at them."""
+    """Raise if the file is not as it was written; ``torch.load`` looks at no checksum."""
     try:
         with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
+            broken = archive.testzip() or _folder_in(archive)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # a damaged archive makes the reader stumble in many ways
         raise UserError(f"{path} is damaged or no checkpoint of kronfac.") from error
     if broken is not None:
         raise UserError(
-            f"{path} is damaged: the checksum of {broken} does not fit; restore the file from a copy, "
-            "or start a new run."
+            f"{path} is damaged: {broken} in it is not as it was written; restore the file from a "
+            "copy, or start a new run."
         )
+
+
+def _folder_in(archive: zipfile.ZipFile) -> str | None:
+    """An entry that is marked as a folder: ``torch.load`` leaves the memory of such a one unread."""
+    found = (one.filename for one in archive.infolist() if one.external_attr & _FOLDER)
+    return next(found, None)
 
 
 def check_content(content: dict[str, Any], path: Path) -> None:
