@@ -79,7 +79,8 @@ def compare(options: Namespace) -> int:
         recipe.check_optimizer(name)
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds} must be at least 1.")
-    jobs = [recipe.job(name) for name in names]
+    last = recipe.train.seed + options.seeds - 1  # the largest, which must be a seed as well
+    jobs = [recipe.job(name, last) for name in names]
     _check_target(options, jobs)
     if options.out is not None:
         RunFolder(options.out).check_new()

@@ -39,7 +39,7 @@ def _is_count(value: Any) -> bool:
 
 _NOT_NEGATIVE = ("lr", "other_lr", "weight_decay", "other_weight_decay", "eps", "other_eps")
 _MOMENTA = ("momentum", "base_momentum", "other_momentum")
-_COUNTS = ("ns_steps", "precondition_frequency", "max_precondition_dim")
+_COUNTS = ("precondition_frequency", "max_precondition_dim")
 _SWITCHES = (
     *("nesterov", "base_nesterov", "amsgrad"),
     *("merge_dims", "normalize_gradient", "correct_bias"),
@@ -52,6 +52,7 @@ _WANTED: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     # SOAP takes a negative one for its second beta.
     (("shampoo_beta",), "a number below 1", lambda value: _is_number(value) and value < 1),
     (_COUNTS, "a whole number from 1", _is_count),
+    (("ns_steps",), "a whole number from 1 to 99", lambda value: _is_count(value) and value < 100),
     (("betas", "other_betas"), "two numbers in [0, 1), [0.9, 0.99] for example", _are_betas),
     (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
     (("adjust_lr_fn",), "a text", lambda value: isinstance(value, str)),

@@ -117,6 +117,8 @@ class TrainPart:
         for name in ("epochs", "evaluate_every"):
             if (value := getattr(self, name)) is not None and not 0 < value <= _MOST:
                 raise UserError(f"train.{name} = {value} must be a positive number of epochs.")
+        if self.mixup and not 1e-3 <= self.mixup <= 1e3:
+            raise UserError(f"train.mixup = {self.mixup} must be 0, or from 0.001 to 1000.")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"train.label_smoothing = {self.label_smoothing} must be in [0, 1).")
         if self.seed > _LARGEST_SEED:
