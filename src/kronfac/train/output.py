@@ -14,8 +14,10 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 def complain(sentence: str) -> None:
     """Print one line where errors go; one that cannot be written is nobody's loss."""
-    with suppress(OSError):
+    try:
         print(f"kronfac: {sentence}", file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
 
 
 def unwritable(error: OSError) -> str:
@@ -30,6 +32,6 @@ def is_of_output(error: OSError) -> bool:
 
 def silence(stream: TextIO) -> None:
     """Let what is still in the stream's buffer, and what others print there, go nowhere."""
-    if stream is sys.stdout:
+    if stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a stream of tests has no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
