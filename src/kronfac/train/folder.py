@@ -73,6 +73,8 @@ class RunFolder:
 
     def last_saved(self) -> int | None:
         """The step of the last checkpoint that was written, whether or not it is still there."""
+        if not self.events.is_file():  # a device could be read without end
+            return None
         steps = [one.get("step") for one in read(self.events) if one["event"] == "checkpoint"]
         known = [step for step in steps if isinstance(step, int)]
         return known[-1] if known else None
