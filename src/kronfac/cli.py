@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kronfac.optimizer import version
-from kronfac.train import commands
+from kronfac.train import commands, output
 from kronfac.train.errors import UserError, of_a_file
 from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
 from kronfac.train.launch import FAILED, LOST, WRONG
@@ -28,19 +28,18 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
 
-    0 done, 1 the run failed, 2 something was wrong with what was asked, 130 and 143 stopped by Ctrl-C
-    and SIGTERM, with a checkpoint.
+    0 done, 1 the run failed, 2 something was wrong with what was asked, 129, 130 and 143 stopped by
+    SIGHUP, Ctrl-C and SIGTERM, with a checkpoint.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(arguments)
-    options.arguments = arguments
-    code = _run(options)
+    code = _run(arguments)
     leave_at_once(code)
     return code
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(arguments: list[str]) -> int:
     try:
+        options = _parsed(arguments)
         code: int = options.command(options)
         sys.stdout.flush()
         return code
@@ -51,16 +50,30 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `kronfac recipes | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        output.silence(sys.stdout)
         return 0
     except OSError as error:  # a path may be anything: too long, in a folder of somebody else, ...
+        if output.is_of_output(error):
+            output.silence(sys.stdout)
+            return _say(UserError(f"{output.unwritable(error)}; send it elsewhere"), WRONG)
         return _say(of_a_file(error), WRONG)
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """What was asked for; help and version are printed, and end the program, on the way."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit:
+        sys.stdout.flush()  # here, where an error becomes a sentence
+        raise
+    options.arguments = arguments
+    return options
 
 
 def _say(error: Exception, code: int) -> int:
     sentence = " ".join(str(error).split()).rstrip(".")
     end = "" if sentence.endswith(("?", "!")) else "."
-    print(f"kronfac: {sentence}{end}", file=sys.stderr)
+    output.complain(f"{sentence}{end}")
     return code
 
 
@@ -151,8 +164,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="short for train.batch")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this machine")
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; a GPU if there is one")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run "
-                        "folders go (default: runs)")  # fmt: skip
+    parser.add_argument(
+        "--runs", type=Path, metavar="DIR", help="where run folders go (default: runs)"
+    )
     parser.add_argument(
         "--stop-at-target",
         action=argparse.BooleanOptionalAction,

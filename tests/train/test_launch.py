@@ -65,7 +65,7 @@ def test_a_sentence_of_all_ranks_is_said_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == "kronfac: no such file.\n"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_signals_reach_all_ranks(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +79,7 @@ if rank == 0:
     os.kill(os.getppid(), signal.{name})
 time.sleep(1000)
 """
-    assert start(script) == {"SIGTERM": 143, "SIGINT": 130}[name]
+    assert start(script) == {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}[name]
     assert capfd.readouterr().err == ""
 
 

@@ -175,3 +175,10 @@ def test_a_broken_schedule_is_refused(table: dict[str, Any], words: str) -> None
 def test_every_value_of_a_schedule_is_checked_at_once(name: str, table: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"the schedule of {name} .* after 1 of its epochs"):
         as_callable(name, table, 10)
+
+
+@pytest.mark.parametrize("key", ["momentum", "weight_decay"])
+def test_options_of_the_rest_hold_whatever_the_length_of_steps(key: str) -> None:
+    """Not only where K-FAC's own steps have a length of their own."""
+    optimizer = build("kfac", rescale="kl-clip", **{f"other_{key}": 0.25})
+    assert [group[key] for group in optimizer.param_groups] == [0.0, 0.25]

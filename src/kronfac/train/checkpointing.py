@@ -11,13 +11,17 @@ from torch import Tensor
 from kronfac.optimizer import Preconditioned
 from kronfac.train import disk
 from kronfac.train.belonging import check_steps
+from kronfac.train.checkpoint_checks import check_archive, check_content
 from kronfac.train.errors import UserError
 from kronfac.train.evaluation import Evaluation
 from kronfac.train.loop import Loop
+from kronfac.train.optimizer_checks import check_counts, check_mixup, check_optimizer
 from kronfac.train.pair import Pair, kfac_of
 from kronfac.train.target import first_reached
 
 FORMAT = 2
+#: What loading into another model or optimizer stumbles over.
+_MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 def save(path: Path, loop: Loop) -> None:
@@ -65,15 +69,17 @@ def _mixup_state(loop: Loop) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint."""
+    """Read a checkpoint; one that is damaged or not whole is a :class:`UserError`."""
     if not path.is_file():
         raise UserError(f"there is no checkpoint {path}, so that nothing can be resumed.")
+    check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(f"{path} is damaged or no checkpoint of kronfac.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} is no checkpoint of this version of kronfac.")
+    check_content(content, path)
     return content
 
 
@@ -81,11 +87,12 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     """Continue from what :func:`collect` returned; all ranks call it together."""
     setup = loop.setup
     check_steps(content["steps"], setup.steps, path)
+    _check_fit(loop, content, path)
     _settle_buckets(loop, content["step"])
     try:
         setup.plain.load_state_dict(content["model"])
         setup.optimizer.load_state_dict(content["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
+    except _MISFITS as error:
         first = " ".join(str(error).split())
         raise UserError(f"{path} does not fit this model or optimizer: {first[:300]}") from error
     if loop.stepper.mixup is not None:
@@ -97,6 +104,14 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
     loop.result.phases = dict(content["phases"])
     loop.clock.layers = content["layers"]
     loop.counters.go_on(content["stats"])
+
+
+def _check_fit(loop: Loop, content: dict[str, Any], path: Path) -> None:
+    """Raise unless the state is a whole one of this run, before any of it is loaded."""
+    check_optimizer(content["optimizer"], loop.setup.optimizer, content["step"], path)
+    check_counts(content["stats"], loop.counters.total(), path)
+    if loop.stepper.mixup is not None:
+        check_mixup(content["mixup"], loop.setup.job.train.batch, content["step"], path)
 
 
 def _settle_buckets(loop: Loop, step: int) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from kronfac.train import (
@@ -13,6 +14,7 @@ from kronfac.train import (
     data_sets,
     group,
     launch,
+    loggers,
     planning,
     progress,
     recipe_files,
@@ -23,23 +25,24 @@ from kronfac.train.events import Listener
 from kronfac.train.folder import RunFolder, free_path, run_name
 from kronfac.train.optimizers import missing_package
 from kronfac.train.ranks import current
-from kronfac.train.recipe import Recipe
+from kronfac.train.recipe import Job, Recipe
 from kronfac.train.result import Result
-from kronfac.train.run import Origin
+from kronfac.train.run import Origin, check_device
 from kronfac.train.run import train as run_recipe
+from kronfac.train.setup import check_batch
 
 
 def train(options: Namespace) -> int:
     """``kronfac train``."""
-    if options.resume is not None and options.out is not None:
-        raise UserError("--out starts a new run and --resume goes on with one; give one of them.")
+    _check_folders(options)
     known = resuming.complete(options)
     changes = _changes(options)
     recipe = known.recipe(options.recipe, changes)
-    recipe.check_optimizer(options.optimizer or recipe.optimizer)
+    job = recipe.job(options.optimizer, options.seed)
+    _check_target(options, [job])
     if options.out is not None:
         RunFolder(options.out).check_new()
-    if (code := _on_ranks(options)) is not None:
+    if (code := _on_ranks(options, [job])) is not None:
         return code
     with group.joined():
         out = None if known.folder else options.out or _new_folder(recipe, options)
@@ -53,7 +56,7 @@ def train(options: Namespace) -> int:
             device=options.device,
             stop_at_target=options.stop_at_target,
             listeners=_listeners(options),
-            log=_names(options.log),
+            log=_names(options.log, "--log"),
             origin=Origin([*known.changes, *changes], options.recipe or known.file),
         )
     if result.was_finished and not options.quiet and _is_first():
@@ -63,23 +66,25 @@ def train(options: Namespace) -> int:
 
 def compare(options: Namespace) -> int:
     """``kronfac compare``."""
-    if options.resume is not None and options.out is not None:
-        raise UserError("--out starts new runs and --resume goes on with some; give one of them.")
+    _check_folders(options)
     known = resuming.complete_comparison(options)
     changes = _changes(options)
     recipe = known.recipe(options.recipe, changes)
     left_out = [] if options.optimizers is not None else _unusable(recipe)
     names = [name for name in recipe.optimizers if name not in left_out]
-    names = names if options.optimizers is None else _names(options.optimizers)
+    names = names if options.optimizers is None else _names(options.optimizers, "--optimizers")
     if not names:
         raise UserError(f"--optimizers {options.optimizers!r} names none; leave it out for all.")
     for name in names:
         recipe.check_optimizer(name)
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds} must be at least 1.")
+    last = recipe.train.seed + options.seeds - 1  # the largest, which must be a seed as well
+    jobs = [recipe.job(name, last) for name in names]
+    _check_target(options, jobs)
     if options.out is not None:
         RunFolder(options.out).check_new()
-    if (code := _on_ranks(options)) is not None:
+    if (code := _on_ranks(options, jobs)) is not None:
         return code
     with group.joined():
         if left_out and current().first:
@@ -94,7 +99,7 @@ def compare(options: Namespace) -> int:
                 {"optimizers": names, "seeds": options.seeds},
             ),
             listeners=_listeners(options),
-            log=_names(options.log),
+            log=_names(options.log, "--log"),
         )
 
 
@@ -163,22 +168,53 @@ def _left_out(recipe: Recipe, name: str) -> str:
     return f"{name} is left out: it needs the package {package} (pip install {package})"
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _names(text: str, flag: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{flag} {text!r} names {name!r} more than once; name each once.")
+    return names
+
+
+def _check_folders(options: Namespace) -> None:
+    """Refuse flags that exclude each other, and say where runs go unless a flag did."""
+    if options.resume is not None and options.out is not None:
+        raise UserError("--out starts something new and --resume goes on; give one of them.")
+    if options.runs is not None and (options.out is not None or options.resume):
+        other = "--out" if options.out is not None else "--resume"
+        raise UserError(f"--runs and {other} both say which folder; give one of them.")
+    options.runs = Path("runs") if options.runs is None else options.runs
+
+
+def _check_target(options: Namespace, jobs: Sequence[Job]) -> None:
+    aims = any(one.train.target is not None or one.train.target_loss is not None for one in jobs)
+    if options.stop_at_target and not aims:
+        raise UserError(
+            "--stop-at-target needs a target; set train.target or train.target_loss in the recipe."
+        )
 
 
 def _listeners(options: Namespace) -> list[Listener]:
-    return [] if options.quiet else [progress.make()]
+    return [progress.warnings_only] if options.quiet else [progress.make()]
 
 
-def _on_ranks(options: Namespace) -> int | None:
-    """Start ranks if there are to be several and this is none of them; their exit code."""
+def _on_ranks(options: Namespace, jobs: Sequence[Job]) -> int | None:
+    """Start ranks if there are to be several and this is none of them; their exit code.
+
+    Whatever can be checked without them is checked before: ranks take seconds to start.
+    """
     if options.nproc < 1:
         raise UserError(f"--nproc {options.nproc} must be at least 1.")
     if options.nproc == 1 or group.LAUNCHED in os.environ:
         return None
     if group.world_size() > 1:
         raise UserError("--nproc starts ranks by itself; leave it out under torchrun.")
+    launch.check_count(options.nproc)
+    for job in jobs:
+        check_batch(job, options.nproc)
+    loggers.check(_names(options.log, "--log"))
+    if options.device is not None:
+        check_device(options.device)
     return launch.launch(options.arguments, options.nproc)
 
 

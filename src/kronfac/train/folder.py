@@ -71,6 +71,14 @@ class RunFolder:
         """Whether the run came to its end, well or badly."""
         return self.status in ("done", "failed")
 
+    def last_saved(self) -> int | None:
+        """The step of the last checkpoint that was written, whether or not it is still there."""
+        if not self.events.is_file():  # a device could be read without end
+            return None
+        steps = [one.get("step") for one in read(self.events) if one["event"] == "checkpoint"]
+        known = [step for step in steps if isinstance(step, int)]
+        return known[-1] if known else None
+
     def last_start(self) -> Event | None:
         """The event with which the run's last part began."""
         starts = [one for one in read(self.events) if one["event"] == "start"]
@@ -88,6 +96,10 @@ def _is_config(content: Any) -> bool:
         return False
     if not all(isinstance(content.get(key), kind) for key, kind in wanted.items()):
         return False
+    if not isinstance(content.get("file"), str | None) or not _is_comparison(
+        content.get("comparison")
+    ):
+        return False
     return isinstance(content["settings"].get("train"), dict) and _is_kept(
         content.get("resume", {})
     )
@@ -96,9 +108,25 @@ def _is_config(content: Any) -> bool:
 def _is_kept(content: Any) -> bool:
     """Whether it is what a resume needs; nothing is enough, because there are folders without it."""
     wanted = {"recipe": dict, "data_dir": str | None, "stop_at_target": bool, "log": list}
-    return isinstance(content, dict) and all(
-        key in wanted and isinstance(value, wanted[key]) for key, value in content.items()
+    return (
+        isinstance(content, dict)
+        and all(key in wanted and isinstance(value, wanted[key]) for key, value in content.items())
+        and _are_names(content.get("log", []))
     )
+
+
+def _is_comparison(content: Any) -> bool:
+    """Whether it names optimizers and how many seeds there are, or is nothing."""
+    if content is None:
+        return True
+    if not isinstance(content, dict) or not _are_names(content.get("optimizers", [])):
+        return False
+    seeds = content.get("seeds", 1)
+    return isinstance(seeds, int) and not isinstance(seeds, bool)
+
+
+def _are_names(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(name, str) for name in content)
 
 
 def run_name(recipe: str, optimizer: str, seed: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO, Any
 
+from kronfac.train import signals
 from kronfac.train.errors import UserError
 from kronfac.train.group import LAUNCHED
 
@@ -23,26 +24,38 @@ DONE, FAILED, WRONG, LOST = 0, 1, 2, 3
 #: Seconds that ranks have left once one of them has ended badly.
 GRACE = 20.0
 _LAST_PORT = 65_535
+#: Ranks that even a small machine may be asked for.
+_MOST_RANKS = 64
 
 #: What every rank runs.
 PROGRAM = (sys.executable, "-m", "kronfac")
 
 
+def check_count(count: int) -> None:
+    """Raise if so many ranks would only keep this machine from working."""
+    cores = os.cpu_count() or 1
+    most = max(_MOST_RANKS, 4 * cores)
+    if count > most:
+        raise UserError(
+            f"--nproc {count} starts more ranks than a machine with {cores} core(s) can run; give at "
+            f"most {most}, or spread them over machines with torchrun."
+        )
+
+
 def launch(arguments: Sequence[str], count: int, program: Sequence[str] = PROGRAM) -> int:
     """Run ``kronfac`` with these arguments on so many ranks; returns the exit code for all of them.
 
-    The first rank talks to the user. Ctrl-C and SIGTERM are passed on to all.
+    The first rank talks to the user. Signals that end a run are passed on to all.
     """
     ranks = _Ranks()
-    before = {one: signal.signal(one, ranks.pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = signals.handle(ranks.pass_on)
     try:
         ranks.start([*program, *arguments], count)
         codes = ranks.wait()
         return _verdict(codes, ranks.first_failed, ranks.errors)
     finally:
         ranks.end()
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        signals.restore(before)
 
 
 class _Ranks:

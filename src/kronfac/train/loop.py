@@ -137,7 +137,7 @@ class Loop:
         """Whether a multiple of so many epochs ends with the last step, or training does."""
         if not epochs:
             return False
-        per = epochs * self.setup.steps_per_epoch
+        per = max(1.0, epochs * self.setup.steps_per_epoch)
         return self.step == self.setup.steps or math.floor(self.step / per + 1e-9) > math.floor(
             (self.step - 1) / per + 1e-9
         )

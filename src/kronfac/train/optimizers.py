@@ -138,7 +138,8 @@ def _kfac_groups(
     from the base optimizer.
     """
     own_length = own.get("rescale") in ("unit", "orthogonal")
-    apart = "other_lr" in base or own_length or base.get("other") == "adamw"
+    given = any(key in base for key in ("other_lr", "other_momentum", "other_weight_decay"))
+    apart = given or own_length or base.get("other") == "adamw"
     if not apart:
         return [{"params": list(model.parameters()), "lr": base["lr"]}]
     other: dict[str, Any] = {}

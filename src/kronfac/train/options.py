@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kronfac.kfac import KFAC
@@ -14,19 +14,49 @@ from kronfac.train.hints import advice
 _SGD = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
 _ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 _OTHER = ("other_lr", "other_betas", "other_eps", "other_weight_decay")
-#: Options that torch looks at too late or not at all, by what they must be.
-_TYPES: dict[str, tuple[str, ...]] = {
-    "a number": (
-        *("weight_decay", "momentum", "dampening", "eps", "shampoo_beta", "base_momentum"),
-        *("other_momentum", "other_eps", "other_weight_decay"),
-    ),
-    "a whole number from 1": ("ns_steps", "precondition_frequency", "max_precondition_dim"),
-    "two numbers, [0.9, 0.99] for example": ("betas", "other_betas"),
-    "true or false": (
-        *("nesterov", "base_nesterov", "amsgrad"),
-        *("merge_dims", "normalize_gradient", "correct_bias"),
-    ),
-}
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+def _is_positive_or_0(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_share, value))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value >= 1
+
+
+_NOT_NEGATIVE = ("lr", "other_lr", "weight_decay", "other_weight_decay", "eps", "other_eps")
+_MOMENTA = ("momentum", "base_momentum", "other_momentum")
+_COUNTS = ("precondition_frequency", "max_precondition_dim")
+_SWITCHES = (
+    *("nesterov", "base_nesterov", "amsgrad"),
+    *("merge_dims", "normalize_gradient", "correct_bias"),
+)
+#: Options that torch looks at too late or not at all: what they must be, and how that is told.
+_WANTED: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (_NOT_NEGATIVE, "a number of at least 0", _is_positive_or_0),
+    (_MOMENTA, "a number in [0, 1)", _is_share),
+    (("dampening",), "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
+    # SOAP takes a negative one for its second beta.
+    (("shampoo_beta",), "a number below 1", lambda value: _is_number(value) and value < 1),
+    (_COUNTS, "a whole number from 1", _is_count),
+    (("ns_steps",), "a whole number from 1 to 99", lambda value: _is_count(value) and value < 100),
+    (("betas", "other_betas"), "two numbers in [0, 1), [0.9, 0.99] for example", _are_betas),
+    (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
+    (("adjust_lr_fn",), "a text", lambda value: isinstance(value, str)),
+)
 #: What steps the parameters that K-FAC leaves out: its base optimizer, or AdamW.
 _OTHERS = ("same", "adamw")
 #: What a program sets itself, and what cannot be written in a recipe.
@@ -77,14 +107,12 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
     for key, value in options.items():
         if key not in KEYS[kind]:
             raise UserError(f"unknown key {key!r} in [{where}]; {advice(key, KEYS[kind])}")
-        if key in ("lr", "other_lr") and not _is_rate(value):
-            raise UserError(f"{where}.{key} = {value!r} must be a number of at least 0.")
         if kind != "kfac" or key not in KFAC_KEYS:  # K-FAC checks its own, which may be schedules
-            _check_type(key, value, where)
+            _check_value(key, value, where)
     if "lr" not in options:
         raise UserError(f"[{where}] has no 'lr'; give one, for example {where}.lr = 0.1")
     base = options.get("base", "sgd")
-    if base not in BASES:
+    if not isinstance(base, str) or base not in BASES:
         raise UserError(f"{where}.base = {base!r} is not supported; {advice(str(base), BASES)}")
     if kind == "kfac":
         _check_other(options, where)
@@ -99,9 +127,9 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
                 raise UserError(f"{where}.{key} is an option of base {own[0]!r}, not of {base!r}.")
 
 
-def _check_type(key: str, value: Any, where: str) -> None:
-    for wanted, keys in _TYPES.items():
-        if key in keys and not _fits(value, wanted):
+def _check_value(key: str, value: Any, where: str) -> None:
+    for keys, wanted, is_good in _WANTED:
+        if key in keys and not is_good(value):
             raise UserError(f"{where}.{key} = {value!r} must be {wanted}.")
 
 
@@ -116,21 +144,3 @@ def _check_other(options: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}.other_betas needs {where}.other = 'adamw'.")
     if "other_momentum" in options and "adamw" in (other, options.get("base")):
         raise UserError(f"{where}.other_momentum is an option of SGD, not of AdamW.")
-
-
-def _fits(value: Any, wanted: str) -> bool:
-    if wanted == "true or false":
-        return isinstance(value, bool)
-    if wanted.startswith("two"):
-        pair = isinstance(value, list | tuple) and len(value) == 2
-        return pair and all(_is_number(one) for one in value)
-    return _is_number(value) and (wanted == "a number" or (isinstance(value, int) and value >= 1))
-
-
-def _is_rate(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)

@@ -20,6 +20,8 @@ from kronfac.train.recipe import Job, Recipe
 
 #: Width of the matrices that measure the speed of this machine.
 _WIDTH = 256
+#: The largest cluster that is planned for; each rank of it is looked at.
+_MOST_RANKS = 16_384
 
 
 def plan(
@@ -36,6 +38,8 @@ def plan(
     """
     if ranks < 2:
         raise UserError(f"--ranks {ranks} must be at least 2.")
+    if ranks > _MOST_RANKS:
+        raise UserError(f"--ranks {ranks} must be at most {_MOST_RANKS}.")
     if not 0 < gbit < math.inf:
         raise UserError(f"--gbit {gbit:g} must be positive.")
     if not 0 <= latency < math.inf:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from kronfac.train import output
 from kronfac.train.events import Event
 from kronfac.train.recipe import TrainPart
 from kronfac.train.result import Result
@@ -33,11 +34,13 @@ class Progress:
         self.target: Event = {}
 
     def __call__(self, event: Event) -> None:
-        """Take in one event and show it; who has stopped reading does not end the run."""
+        """Take in one event and show it; output that nobody takes does not end the run."""
         try:
             self._take(event)
-        except BrokenPipeError:  # `kronfac train | head`
-            _silence(self.stream)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # that is `kronfac train | head`
+                output.complain(f"{output.unwritable(error)}; the run goes on without progress.")
+            output.silence(self.stream)
             self.stream = io.StringIO()
 
     def _take(self, event: Event) -> None:
@@ -110,6 +113,12 @@ class Progress:
         return "  ".join(filter(None, found))
 
 
+def warnings_only(event: Event) -> None:
+    """What is said without progress: warnings, where errors go."""
+    if event["event"] == "warning":
+        output.complain(f"warning: {event['message']}")
+
+
 class Lines(Progress):
     """One line for each evaluation, and one every so often."""
 
@@ -163,12 +172,6 @@ class Screen(Progress):
     def _bar(self, width: int) -> str:
         full = int(width * self.now["step"] / self.start["steps"])
         return "[" + "#" * full + "." * (width - full) + "]"
-
-
-def _silence(stream: TextIO) -> None:
-    """Let what is still in the stream's buffer, and what others print there, go nowhere."""
-    if stream is sys.stdout:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def make(stream: TextIO | None = None) -> Progress:

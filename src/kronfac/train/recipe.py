@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,12 +16,18 @@ from kronfac.train.tables import fill, to_table
 KINDS = ("sgd", "adamw", "muon", "soap", "kfac")
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")
+#: Keys of a recipe that stand outside of tables.
+_TEXTS = ("description", "source", "optimizer")
 #: Of each pair only one may be given, so that a newer one takes the place of the other.
 EXCLUSIVE = {
     one: other
     for pair in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
     for one, other in (pair, pair[::-1])
 }
+#: More steps, samples or epochs than any run has: what is more is a slip.
+_MOST = 10**12
+#: Names of optimizers become names of folders.
+_NAME = re.compile(r"[\w+-][\w.+-]*")
 #: Above it the seeds of single steps, which are made of it, would not fit into 64 bits.
 _LARGEST_SEED = 2**32 - 1
 
@@ -108,8 +115,10 @@ class TrainPart:
         for name in ("seed", "mixup", "clip", "checkpoint_every"):
             self._at_least(name, 0)
         for name in ("epochs", "evaluate_every"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+            if (value := getattr(self, name)) is not None and not 0 < value <= _MOST:
                 raise UserError(f"train.{name} = {value} must be a positive number of epochs.")
+        if self.mixup and not 1e-3 <= self.mixup <= 1e3:
+            raise UserError(f"train.mixup = {self.mixup} must be 0, or from 0.001 to 1000.")
         if not 0 <= self.label_smoothing < 1:
             raise UserError(f"train.label_smoothing = {self.label_smoothing} must be in [0, 1).")
         if self.seed > _LARGEST_SEED:
@@ -118,6 +127,8 @@ class TrainPart:
             raise UserError(f"train.target = {self.target} must be an accuracy in (0, 1].")
         if self.target is not None and self.target_loss is not None:
             raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
+        if self.target_loss is not None and not 0 < self.target_loss < math.inf:
+            raise UserError(f"train.target_loss = {self.target_loss} must be a positive number.")
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """How long it is, whichever of the two says it."""
@@ -127,6 +138,8 @@ class TrainPart:
         value = getattr(self, name)
         if value is not None and not least <= value < math.inf:
             raise UserError(f"train.{name} = {value} must be at least {least}.")
+        if value is not None and value > _MOST:
+            raise UserError(f"train.{name} = {value} must be at most {_MOST}.")
 
 
 @dataclass(frozen=True)
@@ -194,11 +207,19 @@ class Recipe:
     @classmethod
     def from_dict(cls, name: str, content: Mapping[str, Any]) -> Recipe:
         """Check the content of a file; anything wrong is a :class:`UserError`."""
-        known = ("description", "source", "optimizer", "model", "data", "train", "schedule")
+        if not content:
+            raise UserError(
+                f"recipe {name!r} is empty: it needs [model], [data], [train] and [optimizers.NAME]; "
+                "`kronfac recipes digits` prints one to begin with."
+            )
+        known = (*_TEXTS, "model", "data", "train", "schedule")
         for key in content:
             if key not in (*known, "optimizers"):
                 hint = advice(key, (*known, "optimizers"))
                 raise UserError(f"unknown key {key!r} in recipe {name!r}; {hint}")
+        for key in _TEXTS:
+            if not isinstance(content.get(key, ""), str):
+                raise UserError(f"{key} = {content[key]!r} of recipe {name!r} must be a text.")
         parts = {key: _table(content, key, name) for key in ("model", "data", "train", "schedule")}
         train, schedule = parts["train"], parts["schedule"]
         common = fill(TrainPart, train, "train"), fill(SchedulePart, schedule, "schedule")
@@ -209,11 +230,11 @@ class Recipe:
         }
         if not optimizers:
             raise UserError(f"recipe {name!r} has no [optimizers.NAME]; give at least one.")
-        default = str(content.get("optimizer", next(iter(optimizers))))
+        default = content.get("optimizer", next(iter(optimizers)))
         recipe = cls(
             name=name,
-            description=str(content.get("description", "")),
-            source=str(content.get("source", "kronfac")),
+            description=content.get("description", ""),
+            source=content.get("source", "kronfac"),
             optimizer=default,
             model=fill(ModelPart, parts["model"], "model"),
             data=fill(DataPart, parts["data"], "data"),
@@ -311,6 +332,10 @@ def _optimizer(
     name: str, table: dict[str, Any], train: Mapping[str, Any], schedule: Mapping[str, Any]
 ) -> OptimizerPart:
     where = f"optimizers.{name}"
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"[{where}]: {name!r} cannot be the name of an optimizer; use letters, digits, '-', '_'."
+        )
     kind = table.pop("kind", name)
     if kind not in KINDS:
         hint = advice(str(kind), KINDS)

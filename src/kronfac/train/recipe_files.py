@@ -54,7 +54,7 @@ def load(name: str, changes: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:
     path = find(name)
     try:
         content = tomllib.loads(text(name))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers too long, tables too deep
         raise UserError(f"{path} is no valid TOML: {error}.") from error
     return change(Recipe.from_dict(_short_name(name, path), content), changes)
 
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[str, Any]:
         raise UserError(f"--set {text!r} must look like key=value, for example train.epochs=3.")
     try:
         found = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, value
     # TOML also knows dates, which no key wants: a folder may be called like one.
     return key, found if isinstance(found, bool | int | float | str | list | dict) else value

@@ -22,7 +22,7 @@ def rehearse(
     Anything that cannot be used is a :class:`UserError`; all ranks call it together.
     """
     for job in jobs:
-        check_batch(job, ranks)
+        check_batch(job, ranks.size)
     source = load_data(jobs[0], data_dir) if jobs else None
     for job in jobs:
         setup = build(job, ranks, device, source, wrapped=False)

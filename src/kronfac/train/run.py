@@ -74,8 +74,8 @@ def train(
         log: names of :data:`kronfac.train.loggers.LOGGERS`.
         origin: what ``config.json`` tells about the start.
 
-    With a folder, SIGINT and SIGTERM end the run with a checkpoint after the current step. A run to
-    resume that has nothing left to do is left as it is.
+    With a folder, SIGINT, SIGTERM and SIGHUP end the run with a checkpoint after the current step. A
+    run to resume that has nothing left to do is left as it is.
     """
     job = recipe.job(optimizer, seed)
     folder = _folder(out, resume)
@@ -92,6 +92,8 @@ def train(
         setup = prepare(job, ranks, where, None if data_dir is None else Path(data_dir))
         run = _Run(setup, folder, stop_at_target, list(listeners))
         run.restore(saved)
+        if folder is not None and saved == {}:
+            run.lost = ranks.on_first(lambda: folder.last_saved())
         if folder is not None:
             kept = _kept(recipe, data_dir, stop_at_target, log)
             config = _config(job, origin or Origin(), kept)
@@ -114,6 +116,8 @@ class _Run:
         self.record = Recorder(listeners if setup.ranks.first else [])
         self.interruption = Interruption()
         self.resumed: int | None = None
+        #: The step of a checkpoint that was saved and is gone.
+        self.lost: int | None = None
         self.loop = Loop(
             setup,
             self.record,
@@ -152,6 +156,7 @@ class _Run:
             handling = self.interruption if self.folder is not None else nullcontext()
             with handling, self._noted_warnings():
                 self.record("start", **self._start_fields())
+                self._note_lost()
                 result = self.loop.run(self._describe)
         except BaseException as error:
             self._note_failure(error)
@@ -189,6 +194,15 @@ class _Run:
         if (kfac := kfac_of(self.setup.optimizer)) is not None:
             self.record("layers", **describe_layers(kfac, self.loop.clock.layers))
 
+    def _note_lost(self) -> None:
+        if self.lost is not None and self.folder is not None:
+            self.record(
+                "warning",
+                step=0,
+                message=f"{self.folder.checkpoint} of step {self.lost} is gone: the run starts again "
+                "at step 0.",
+            )
+
     def _note_failure(self, error: BaseException) -> None:
         """The cause of the end is more important than that it can be written down."""
         message = " ".join(str(error).split()) or type(error).__name__
@@ -219,7 +233,8 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def _named_device(device: str | torch.device) -> torch.device:
+def check_device(device: str | torch.device) -> torch.device:
+    """The device of this name, without waking it; raise unless this machine has it."""
     unknown = f"--device {str(device)!r} is unknown; choose cpu or cuda."
     try:
         chosen = torch.device(device)
@@ -231,10 +246,16 @@ def _named_device(device: str | torch.device) -> torch.device:
         raise UserError(unknown)
     if not torch.cuda.is_available():
         raise UserError("--device cuda: there is no usable GPU; choose cpu.")
-    index = torch.cuda.current_device() if chosen.index is None else chosen.index
-    if index >= torch.cuda.device_count():
+    if chosen.index is not None and chosen.index >= torch.cuda.device_count():
         raise UserError(f"--device {device}: there are only {torch.cuda.device_count()} GPUs.")
-    return torch.device("cuda", index)
+    return chosen
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    chosen = check_device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 @contextmanager

@@ -50,17 +50,17 @@ class Setup:
 
 def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None) -> Setup:
     """Load the data and build the rest; all ranks come to the same weights."""
-    check_batch(job, ranks)
+    check_batch(job, ranks.size)
     return build(job, ranks, device, load_data(job, data_dir))
 
 
-def check_batch(job: Job, ranks: Ranks) -> None:
-    """Raise unless every rank gets the same share of a batch."""
+def check_batch(job: Job, ranks: int) -> None:
+    """Raise unless every one of so many ranks gets the same share of a batch."""
     train = job.train
-    shares = ranks.size * train.micro_batches
+    shares = ranks * train.micro_batches
     if train.batch % shares:
         raise UserError(
-            f"train.batch = {train.batch} cannot be divided over {ranks.size} rank(s) and "
+            f"train.batch = {train.batch} cannot be divided over {ranks} rank(s) and "
             f"{train.micro_batches} micro-batch(es); choose a multiple of {shares}."
         )
 
@@ -146,6 +146,15 @@ def _shape(part: SchedulePart, total: float) -> Callable[[float], float]:
         raise UserError(
             f"schedule.warmup = {part.warmup:g} epochs is not shorter than the run, {total:g} epochs; "
             "train longer, or set a shorter one."
+        )
+    if part.warmup_from and not (part.warmup or part.warmup_share):
+        raise UserError(
+            f"schedule.warmup_from = {part.warmup_from:g} has no warm-up to begin; set schedule.warmup, "
+            "too."
+        )
+    if part.shape == "steps" and not part.milestones:
+        raise UserError(
+            "schedule.shape = 'steps' has no steps; set schedule.milestones, [35, 75] for example."
         )
     names = ("warmup_from", "start", "end", "power", "milestones", "gamma")
     options = {name: getattr(part, name) for name in names}

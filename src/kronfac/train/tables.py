@@ -13,6 +13,8 @@ from kronfac.train.hints import advice
 
 Part = TypeVar("Part")
 
+#: What an example of a key that is wanted looks like.
+_EXAMPLES = {"train.batch": "64", "model.name": '"cnn"', "data.name": '"digits"'}
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -39,8 +41,9 @@ def fill(kind: type[Part], table: Mapping[str, Any], where: str) -> Part:
     ]
     for name in required:
         if name not in values:
+            example = _EXAMPLES.get(f"{where.rpartition('.')[2]}.{name}", "a value")
             raise UserError(
-                f"[{where}] has no {name!r}; give one, for example {where}.{name} = ..."
+                f"[{where}] has no {name!r}; give one, for example {where}.{name} = {example}."
             )
     return kind(**values)
 

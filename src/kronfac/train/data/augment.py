@@ -52,6 +52,15 @@ class Crop:
         if self.pad < 1:
             raise UserError(f"the padding of crop must be at least 1, but is {self.pad}")
 
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise if images [C, H, W] could be shifted out of the picture."""
+        height, width = shape[-2:]
+        if self.pad >= min(height, width):
+            raise UserError(
+                f"data.augment: 'crop:{self.pad}' can shift images of {height} x {width} pixels out of "
+                f"the picture; give at most crop:{max(1, min(height, width) // 2)}"
+            )
+
     def draw(self, num: int, shape: Sequence[int], generator: torch.Generator) -> Drawn:
         """``top`` and ``left``: int64 [N], the corner of the crop in the padded image."""
         places = 2 * self.pad + 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kronfac.train.data.augment import Augmentation, augmentation
+from kronfac.train.data.augment import Augmentation, Crop, augmentation
 from kronfac.train.data.prefetch import prefetch
 from kronfac.train.data.source import Batch, Drawn, RandomDecoding, Source
 from kronfac.train.errors import UserError
@@ -49,6 +49,9 @@ class Batches:
         self.rank = rank
         self.world = world
         self.augment = [augmentation(a) if isinstance(a, str) else a for a in augment]
+        for one in self.augment:
+            if isinstance(one, Crop):
+                one.check(source.sample_shape)
         self.device = torch.device(device)
         self.steps_per_epoch = source.num_train // batch
         self._order: tuple[int, Tensor] | None = None

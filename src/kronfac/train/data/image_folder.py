@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kronfac.train.data.crop_box import TRIES, Box, Tries, centre_box, random_box
 from kronfac.train.data.source import Batch, Drawn
-from kronfac.train.data.subset import subset
+from kronfac.train.data.subset import is_count, subset
 from kronfac.train.errors import UserError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _first_folder(root: Path, names: tuple[str, ...]) -> Path:
 
 def check_size(size: int) -> None:
     """Raise unless images can have so many pixels on each side."""
-    if not isinstance(size, int) or size < 1:
+    if not is_count(size):
         raise UserError(f"data.size = {size!r} is not a number of pixels; give 1 or more")
 
 
@@ -209,7 +209,7 @@ def _check(size: int, crop: str, workers: int | None) -> None:
     check_size(size)
     if crop not in ("random", "center"):
         raise UserError(f"data.crop = {crop!r} is unknown; there are 'random' and 'center'")
-    if workers is not None and (not isinstance(workers, int) or workers < 1):
+    if workers is not None and not is_count(workers):
         raise UserError(f"data.workers = {workers!r} is not a number of threads; give 1 or more")
     try:
         import PIL  # noqa: F401

@@ -21,9 +21,14 @@ def balanced_order(labels: Tensor) -> Tensor:
     return shuffled[turn.argsort(stable=True)]
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def check_size(what: str, wanted: int, available: int) -> None:
     """Refuse a subset that is empty or larger than the whole."""
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= available:
+    if not is_count(wanted) or wanted > available:
         raise UserError(
             f"data.{what} = {wanted!r} is not a number of samples that this data set has; "
             f"give one from 1 to {available}"

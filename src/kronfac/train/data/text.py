@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kronfac.train.data.source import Batch
-from kronfac.train.data.subset import check_size
+from kronfac.train.data.subset import check_size, is_count
 from kronfac.train.errors import UserError
 
 DEFAULT_SIZE = 4_000_000
@@ -69,7 +69,7 @@ class Text:
 
 def check_length(length: int) -> None:
     """Raise unless a window can have so many bytes."""
-    if not isinstance(length, int) or length < 1:
+    if not is_count(length):
         raise UserError(f"data.length = {length!r} is not a number of bytes; give 1 or more")
 
 
@@ -81,7 +81,7 @@ def read(
     test: int | None = None,
 ) -> Text:
     """At most ``size`` bytes of a file, of a folder's files, or of Python's own standard library."""
-    if not isinstance(size, int) or size < 1:
+    if not is_count(size):
         raise UserError(f"data.size = {size!r} is not a number of bytes; give 1 or more")
     content = bytearray()
     for file in _files(path):

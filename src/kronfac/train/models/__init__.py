@@ -29,6 +29,9 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt": GPT,
 }
 NAMES = tuple(_MODELS)
+#: The largest values of options that say how often something is repeated, and of all others.
+_MOST_REPEATS, _MOST = 1_000, 100_000
+_REPEATS = ("stages", "convolutions", "depth")
 _GIVEN_BY_DATA = ("num_classes", "sample_shape", "channels", "vocab", "length")
 
 
@@ -53,24 +56,29 @@ def build(
         "vocab": num_classes,
         "length": sample_shape[-1],
     }
-    return model(**{key: given[key] for key in parameters if key in given}, **options)
+    try:
+        return model(**{key: given[key] for key in parameters if key in given}, **options)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # too large, as a rule
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"[model]: {name} cannot be built with {options!r}: {said}") from error
 
 
 def _check_value(option: str, value: object, default: object) -> None:
     """Options are numbers, switches or lists of numbers, as their defaults show."""
+    most = _MOST_REPEATS if option in _REPEATS else _MOST
     if isinstance(default, bool):
         good, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, int):
-        good, wanted = _is_count(value), "a whole number from 1"
+        good, wanted = _is_count(value, most), f"a whole number from 1 to {most}"
     else:
-        good = isinstance(value, list | tuple) and all(_is_count(item) for item in value)
-        wanted = "a list of whole numbers from 1"
+        good = isinstance(value, list | tuple) and all(_is_count(item, most) for item in value)
+        wanted = f"a list of whole numbers from 1 to {most}"
     if not good:
         raise UserError(f"model.{option} = {value!r} is not {wanted}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:
