@@ -171,7 +171,9 @@ def test_observe(fisher: str) -> None:
             optimizer.zero_grad()
             x, y = batch(number)
             outputs = run(x)
-            optimizer.observe(outputs, samples=2, generator=torch.Generator().manual_seed(number))
+            drawn = torch.Generator().manual_seed(number)
+            how = {"samples": 2, "generator": drawn} if fisher == "mc" else {}
+            optimizer.observe(outputs, **how)
             F.cross_entropy(outputs, y).backward()
             optimizer.step()
         results.append((gradients(model), statistics(optimizer)))

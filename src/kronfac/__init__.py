@@ -1,5 +1,6 @@
 """Second-order training for PyTorch models: K-FAC in one line."""
 
+import kronfac.requirements  # noqa: F401 - first of all: it says what is missing
 from kronfac import layers
 from kronfac.damping import LevenbergMarquardt
 from kronfac.distributed.scheme import Distribute, Hybrid

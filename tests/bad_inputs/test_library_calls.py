@@ -1,8 +1,11 @@
 """The other public callables, given wrongly."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -229,3 +232,14 @@ def test_a_refused_argument_leaves_a_run_as_it_was() -> None:
     check(lambda: optimizer.step(3), "refused", "closure")  # type: ignore[call-overload]
     train(model, optimizer, range(2, 4))
     assert optimizer.stats()["steps"] == 4
+
+
+@pytest.mark.parametrize(("program", "kind"), [("kronfac", "kronfac: error"), ("x.py", "Error")])
+def test_torch_that_is_missing_is_one_sentence(program: str, kind: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = [{program!r}]; import kronfac"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == (2 if program == "kronfac" else 1)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.endswith("PyTorch is not installed, and kronfac needs it: pip install torch.")
+    assert kind in last
+    assert ("Traceback" in result.stderr) == (program != "kronfac")
