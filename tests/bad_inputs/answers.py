@@ -23,7 +23,7 @@ _HERE = str(Path(__file__).parent)
 
 def rows(table: Iterable[Row]) -> Any:
     """Parametrize a test by the rows of a table."""
-    cases = [pytest.param(*row[1:], id=row[0]) for row in table]
+    cases = [pytest.param(*row[1:], id=re.sub(r" at 0x\w*", "", row[0])) for row in table]
     return pytest.mark.parametrize(("call", "answer", "phrase"), cases)
 
 

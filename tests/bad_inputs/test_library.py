@@ -46,7 +46,7 @@ def of(make: Callable[[], Any], **options: Any) -> Callable[[], kronfac.KFAC]:
 
 
 def options(name: str, values: list[Any], answer: Answer, phrase: str) -> list[Row]:
-    return [(f"{name}={v!r}"[:50], build(**{name: v}), answer, phrase) for v in values]
+    return [(f"{name}={v!r}"[:70], build(**{name: v}), answer, phrase) for v in values]
 
 
 def late(step: int, other: int) -> float:

@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 def each(name: str, call: Callable[[Any], Any], values: list[Any], phrase: str) -> list[Row]:
     """One row for each value; all of them are refused."""
-    return [(f"{name}({v!r})"[:50], lambda v=v: call(v), "refused", phrase) for v in values]
+    return [(f"{name}({v!r})"[:70], lambda v=v: call(v), "refused", phrase) for v in values]
 
 
 # --- rules and schemes ------------------------------------------------------------------------
