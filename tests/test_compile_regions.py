@@ -92,7 +92,7 @@ def test_equal_blocks_share_their_graphs() -> None:
     for compiles in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(12)), nn.Linear(4, 3))
-        optimizer = frozen_kfac(model, factor_every=2)
+        optimizer = frozen_kfac(model, factor_every=2, refresh_every=2)
         for block in model[1:-1] if compiles else []:
             block.compile(backend="aot_eager")
         for number in range(4):

@@ -65,7 +65,7 @@ class Observer:
                 "training mode and before backward()."
             )
         check_graph(outputs)
-        advise(self.advice, self.fisher, outputs, likelihood, samples, generator)
+        advise(self.advice, self.fisher, outputs, likelihood, samples)
         scores = _scores(outputs)
         weights = term_mask(scores, mask, ignore_index)
         self._share_terms(weights)

@@ -76,9 +76,7 @@ def graph_error() -> RuntimeError:
     )
 
 
-def advise(
-    advice: Advice, fisher: Fisher, outputs: Tensor, likelihood: str, samples: int, source: object
-) -> None:
+def advise(advice: Advice, fisher: Fisher, outputs: Tensor, likelihood: str, samples: int) -> None:
     """Warn of what is hardly meant; reads numbers from the device once."""
     if likelihood == "categorical" and not advice.knows("probabilities"):
         advice.give("probabilities", _probabilities(outputs.detach()))
@@ -86,9 +84,8 @@ def advise(
     if fisher != "exact":
         return
     advice.give("columns", _columns(outputs))
-    for name, value, default in (("samples", samples, 1), ("generator", source, None)):
-        if value != default:
-            advice.give(name, f"{name} has no effect with fisher='exact', which draws nothing.")
+    if samples != 1:
+        advice.give("samples", "samples has no effect with fisher='exact', which draws nothing.")
 
 
 def _probabilities(outputs: Tensor) -> str | None:

@@ -162,12 +162,6 @@ OBSERVE: list[Row] = [
     ("whole samples", observing(samples=2.0), "fine", ""),
     ("generator", observing(generator=3), "refused", "^generator="),
     ("samples of the exact", observing("exact", samples=5), "warns", "samples has no effect"),
-    (
-        "generator of the exact",
-        observing("exact", generator=torch.Generator()),
-        "warns",
-        "generator has no effect",
-    ),
     ("many classes", exact_of_many_classes, "warns", "1,000 for outputs .* fisher='mc' takes 1"),
     ("empirical", observing("empirical"), "refused", "which needs no call"),
     ("forward", observing("forward"), "refused", "which needs no call"),

@@ -116,8 +116,9 @@ def _call(
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # The same exception as in pyproject.toml.
+        # The same exceptions as in pyproject.toml.
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", "momentum=.* comes on top", UserWarning)
         return function(rank, *args)
 
 

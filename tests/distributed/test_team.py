@@ -42,7 +42,7 @@ def test_gradients_follow_when_places_change() -> None:
     model = nn.Linear(4, 3)
     with world(4, 0):
         base = SGD(model.parameters(), lr=0.1)
-        optimizer = kronfac.KFAC(model, base, distribute="mem-opt", refresh_every=1)
+        optimizer = kronfac.KFAC(model, base, distribute="mem-opt", factor_every=1, refresh_every=1)
         ours = optimizer._preconditioner
         team, spreading = ours.team, ours.spreading
         assert team is not None

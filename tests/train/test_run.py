@@ -565,7 +565,9 @@ def test_curvature_that_cannot_be_solved_fails_the_run(monkeypatch: pytest.Monke
     from kronfac.methods.kfac import KFACBlock
 
     monkeypatch.setattr(KFACBlock, "refresh", lambda *args: None)
-    result = train(small.recipe(**{"optimizers.kfac.refresh_every": 1}))
+    result = train(
+        small.recipe(**{"optimizers.kfac.factor_every": 1, "optimizers.kfac.refresh_every": 1})
+    )
     assert result.status == "failed"
     assert "could not be solved 5 times in a row; raise damping" in result.message
 

@@ -109,20 +109,19 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The module's forward, showing its four products.
 
-    Works on ``[N, T, E]`` inside, so that rows are grouped by sample.
+    Rows are ``[N, T, E]``, grouped by sample, or those of one sample, ``[T, E]``.
     """
     batched = query.dim() == 3
     inputs: tuple[Tensor, ...] = (query, key, value)
-    if not batched:
-        inputs = tuple(x.unsqueeze(0) for x in inputs)
-        if key_padding_mask is not None:
-            key_padding_mask = key_padding_mask.unsqueeze(0)
-    elif not module.batch_first:
+    if batched and not module.batch_first:
         inputs = tuple(x.transpose(0, 1) for x in inputs)
     projected = []
     for part, x, weight, bias in zip(PARTS, inputs, *_parameters(module), strict=True):
-        projected.append(see(part, (x,), F.linear(x, weight, bias)))
+        product = see(part, (x,), F.linear(x, weight, bias))
+        projected.append(product if batched else product.unsqueeze(0))
     q, k, v = projected
+    if not batched and key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.unsqueeze(0)
     mask = _merged_mask(module, q, k, attn_mask, key_padding_mask)
     k, v, mask = _with_extra_positions(module, k, v, mask)
     q, k, v = (x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -135,13 +134,14 @@ def attend(
     else:
         mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
     mixed = mixed.transpose(1, 2).flatten(2)
+    mixed = mixed if batched else mixed.squeeze(0)
     out = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
     out = see(OUTPUT, (mixed,), out)
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
-    out = out.transpose(0, 1).contiguous()  # in the order of torch's, which others may rely on
     if not batched:
-        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out, None if weights is None else weights.squeeze(0)
+    out = out.transpose(0, 1).contiguous()  # in the order of torch's, which others may rely on
     return out.transpose(0, 1) if module.batch_first else out, weights
 
 
