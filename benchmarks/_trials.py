@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kronfac.train import recipe_files
-from kronfac.train.run import train
+from kronfac.train.recipe import files as recipe_files
+from kronfac.train.run.run import train
 
 #: Training samples that tuning tests on (fewer of the small set of digits); the test set stays unseen.
 HOLDOUT = 2000

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from _common import Spread, machine_line, table, write_json
 
-from kronfac.train import recipe_files
-from kronfac.train.ranks import current
-from kronfac.train.recipe import Recipe
-from kronfac.train.run import train
-from kronfac.train.setup import prepare
+from kronfac.train.launch.ranks import current
+from kronfac.train.recipe import files as recipe_files
+from kronfac.train.recipe.recipe import Recipe
+from kronfac.train.run.run import train
+from kronfac.train.run.setup import prepare
 
 RECIPES = ("digits", "fashion-mnist", "cifar10")
 OPTIMIZERS = {"sgd": "SGD", "kfac": "K-FAC"}

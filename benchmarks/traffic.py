@@ -31,11 +31,11 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kronfac
-from kronfac.distributed.balance import longest_first
-from kronfac.distributed.ledger import Kind, ring_bytes
-from kronfac.distributed.placement import Placement, nearest_divisor, place
-from kronfac.distributed.scheme import Distribute, Hybrid, as_distribute
-from kronfac.distributed.team import unit_of
+from kronfac.distributed.comm.traffic import Kind, ring_bytes
+from kronfac.distributed.coordinator import unit_of
+from kronfac.placement.balance import longest_first
+from kronfac.placement.place import Placement, nearest_divisor, place
+from kronfac.placement.scheme import Distribute, Hybrid, as_distribute
 
 RANKS = (8, 16, 64, 1024)
 STEPS, FACTOR_EVERY, REFRESH_EVERY = 100, 10, 100

@@ -52,13 +52,13 @@ class Twins(nn.Module):
 @pytest.fixture(params=["together", "alone"])
 def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "alone":
-        monkeypatch.setattr("kronfac.batching.MAX_ELEMENTS", 0)
+        monkeypatch.setattr("kronfac.step.batching.MAX_ELEMENTS", 0)
     return request.param
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, run: Any) -> list[Any]:
     results = [run()]
-    monkeypatch.setattr("kronfac.batching.MAX_ELEMENTS", 0)
+    monkeypatch.setattr("kronfac.step.batching.MAX_ELEMENTS", 0)
     return [*results, run()]
 
 
@@ -99,20 +99,20 @@ def test_a_layer_that_misses_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_really_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    apply = kronfac.methods.kfac.KFACBlock.precondition
+    apply = kronfac.methods.kfac.block.KFACBlock.precondition
 
     def spy(self: Any, solution: Any, gradient: Tensor, damping: float) -> Tensor:
         seen.append(tuple(gradient.shape))
         return apply(self, solution, gradient, damping)
 
-    monkeypatch.setattr(kronfac.methods.kfac.KFACBlock, "precondition", spy)
+    monkeypatch.setattr(kronfac.methods.kfac.block.KFACBlock, "precondition", spy)
     model = Twins()
     train(model, kfac(model), range(1))
     assert sorted(seen) == [(2, 2, 2, 3), (2, 4, 6), (3, 4, 5), (3, 5)]
 
 
 def test_large_layers_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kronfac.batching.MAX_ELEMENTS", 19)
+    monkeypatch.setattr("kronfac.step.batching.MAX_ELEMENTS", 19)
     model = Twins()
     optimizer = kfac(model)
     train(model, optimizer, range(1))
@@ -161,14 +161,14 @@ def test_resume_is_bit_for_bit_after_a_layer_missed_steps(absent: set[int], way:
 
 def test_a_layer_that_was_late_joins_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    apply = kronfac.methods.kfac.KFACBlock.precondition
+    apply = kronfac.methods.kfac.block.KFACBlock.precondition
 
     def spy(self: Any, solution: Any, gradient: Tensor, damping: float) -> Tensor:
         if gradient.shape[-2:] == (4, 5):
             seen.append(len(gradient))
         return apply(self, solution, gradient, damping)
 
-    monkeypatch.setattr(kronfac.methods.kfac.KFACBlock, "precondition", spy)
+    monkeypatch.setattr(kronfac.methods.kfac.block.KFACBlock, "precondition", spy)
     model = Twins()
     optimizer = kfac(model)
     for number in range(4):

@@ -17,12 +17,13 @@ import torch
 
 import kronfac
 from kronfac.cli import main
-from kronfac.distributed.units import Compute
-from kronfac.report.find import load
-from kronfac.report.summary import chapters
-from kronfac.train import comparison, planning, recipe_files
-from kronfac.train.events import read
-from kronfac.train.stepping import Stepper
+from kronfac.placement.costs import Compute
+from kronfac.report.read.find import load
+from kronfac.report.read.summary import chapters
+from kronfac.runs.events import read
+from kronfac.train import comparison, planning
+from kronfac.train.recipe import files as recipe_files
+from kronfac.train.run.stepping import Stepper
 from tests.train import small
 
 
@@ -170,8 +171,8 @@ def test_flags_are_remembered_and_may_be_changed(
         train__target_loss=0.01,
     )
     made: list[str] = []
-    monkeypatch.setattr("kronfac.train.loggers.check", lambda names: made.extend(names))
-    monkeypatch.setattr("kronfac.train.loggers.make", lambda *args: lambda event: None)
+    monkeypatch.setattr("kronfac.train.record.loggers.check", lambda names: made.extend(names))
+    monkeypatch.setattr("kronfac.train.record.loggers.make", lambda *args: lambda event: None)
     flags = ["--data-dir", "here", "--stop-at-target", "--log", "tensorboard", "--optimizer", "sgd"]
     for folder in ("one", "two"):
         stopped(monkeypatch, "train", "gpt.toml", *flags, "--out", folder)
@@ -323,7 +324,7 @@ def test_an_error_about_no_path_is_not_explained_away(monkeypatch: pytest.Monkey
     def fail(name: str) -> str:
         raise OSError("something else")
 
-    monkeypatch.setattr("kronfac.train.recipe_files.text", fail)
+    monkeypatch.setattr("kronfac.train.recipe.files.text", fail)
     with pytest.raises(OSError, match="something else"):
         main(["recipes", "digits"])
 
@@ -691,7 +692,7 @@ def signal_in_step(number: int, step: int) -> str:
     """A prelude that sends a signal to the second rank in the middle of a step."""
     return f"""
 import os
-from kronfac.train import stepping
+from kronfac.train.run import stepping
 real = stepping.Stepper.take
 def take(self, step, *args):
     if step == {step} and self.setup.ranks.rank == 1:

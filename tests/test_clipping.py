@@ -5,7 +5,7 @@ import torch
 from torch.optim import SGD
 
 import kronfac
-from kronfac.clipping import clip_gradients
+from kronfac.step.clipping import clip_gradients
 from tests.training import batch, loss_of, mlp
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from kronfac import KFAC
-from kronfac.fisher import sampled_gradient
+from kronfac.capture.fisher import sampled_gradient
 from tests import oracles
 from tests.feature_order import factor_in_library_order
 from tests.layers.cases import CASES, DOUBLE, normal

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kronfac
-from kronfac.methods.block import Statistic
-from kronfac.statistics import Running, new_count
+from kronfac.protocol.block import Statistic
+from kronfac.statistics.pending import Running, new_count
 
 
 class TwoHeads(nn.Module):

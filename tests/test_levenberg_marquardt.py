@@ -15,7 +15,7 @@ from torch.optim import SGD
 import kronfac
 from benchmarks.damping import median_loss
 from kronfac import LevenbergMarquardt
-from kronfac.damping import AdaptiveDamping
+from kronfac.adaptive.damping import AdaptiveDamping
 from tests.test_syncs import CountWaits
 from tests.training import (
     CLASSES,
@@ -411,7 +411,9 @@ def test_resume_is_bit_for_bit(steps: int) -> None:
 def test_every_layer_saves_the_damping() -> None:
     model, optimizer = running()
     train(model, optimizer, range(2))
-    saved = [entry.get("kronfac.damping") for entry in optimizer.state_dict()["state"].values()]
+    saved = [
+        entry.get("kronfac.adaptive.damping") for entry in optimizer.state_dict()["state"].values()
+    ]
     current = torch.tensor(optimizer.stats()["damping"], dtype=torch.float64)
     assert_same(saved, [current, None] * 3)
 
@@ -461,7 +463,9 @@ def test_loaders_that_fill_what_exists_find_the_damping() -> None:
     train(model, optimizer, range(4))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     other, resumed = running()
-    assert "kronfac.damping" in get_optimizer_state_dict(other, resumed)["state"]["0.weight"]
+    assert (
+        "kronfac.adaptive.damping" in get_optimizer_state_dict(other, resumed)["state"]["0.weight"]
+    )
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, resumed, state)
     train(model, optimizer, range(4, 8))
@@ -527,7 +531,7 @@ def test_a_solver_without_undamped_curvature_is_refused(solver: str) -> None:
 
 def test_auto_solver_is_accepted_where_it_is_eigen(monkeypatch: pytest.MonkeyPatch) -> None:
     kfac(mlp(), damping=LevenbergMarquardt(), solver="auto")
-    monkeypatch.setattr("kronfac.methods.kfac.EIGEN_MAX_WIDTH", 5)
+    monkeypatch.setattr("kronfac.methods.kfac.block.EIGEN_MAX_WIDTH", 5)
     with pytest.raises(ValueError, match=r"layer '2' .* give solver='eigen'"):
         kfac(mlp(), damping=LevenbergMarquardt(), solver="auto")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kronfac
-from kronfac.phases import Phases, Seconds
+from kronfac.state.timing import Phases, Seconds
 from tests.training import batch, cnn, images, kfac, layers, mlp, step
 
 PHASES = {"observe-input", "observe-output", "refresh", "precondition"}
@@ -45,7 +45,7 @@ def test_every_layer_has_its_part_of_the_phases(options: dict[str, object]) -> N
 
 
 def test_a_batch_is_divided_evenly_among_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kronfac.phases._now", itertools.count().__next__)  # all work takes 1
+    monkeypatch.setattr("kronfac.state.timing._now", itertools.count().__next__)  # all work takes 1
     model = twins()
     optimizer = kfac(model)
     with optimizer.timed() as seconds:
@@ -70,7 +70,7 @@ def test_nothing_is_timed_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> float:
         raise AssertionError("a clock was read, which waits for a GPU")
 
-    monkeypatch.setattr("kronfac.phases._now", refuse)
+    monkeypatch.setattr("kronfac.state.timing._now", refuse)
     model = twins()
     optimizer = kfac(model)
     step(model, optimizer, batch())

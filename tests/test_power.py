@@ -67,7 +67,7 @@ def test_a_norms_step_is_a_power_of_its_curvature(batch):
 
 
 def test_wide_layers_are_decomposed_too_when_a_power_is_wanted(monkeypatch):
-    monkeypatch.setattr("kronfac.methods.kfac.EIGEN_MAX_WIDTH", 2)
+    monkeypatch.setattr("kronfac.methods.kfac.block.EIGEN_MAX_WIDTH", 2)
     model = nn.Linear(4, 3)
     assert "cholesky" in KFAC(model, SGD(model.parameters(), lr=1.0)).summary()
     assert "eigen" in KFAC(model, SGD(model.parameters(), lr=1.0), power=0.5).summary()

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import kronfac
 from kronfac import LevenbergMarquardt
-from kronfac.damping import AdaptiveDamping
-from kronfac.fisher import hessian_product
-from kronfac.quadratic import MAX_MOMENTUM, best_weights
+from kronfac.adaptive.damping import AdaptiveDamping
+from kronfac.capture.fisher import hessian_product
+from kronfac.rescale.quadratic import MAX_MOMENTUM, best_weights
 from tests import oracles
 from tests.training import (
     CLASSES,

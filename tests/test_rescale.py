@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import kronfac
-from kronfac.length import reads_sequences
-from kronfac.rescale import Update, column_factors
+from kronfac.rescale.factors import Update, column_factors
+from kronfac.rescale.rules import reads_sequences
 from tests.training import (
     applied,
     assert_close,
@@ -338,7 +338,7 @@ def test_a_rate_of_zero_clips_nothing() -> None:
 
 
 def test_a_negative_sum_clips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kronfac.methods.kfac import KFACBlock
+    from kronfac.methods.kfac.block import KFACBlock
 
     monkeypatch.setattr(KFACBlock, "precondition", lambda _, solution, gradient, damping: -gradient)
     model = mlp()
@@ -395,7 +395,7 @@ def test_momentum_leaves_parameters_that_are_not_preconditioned() -> None:
 def test_without_a_solution_the_gradient_passes_as_it_is(
     monkeypatch: pytest.MonkeyPatch, rescale: str | None
 ) -> None:
-    monkeypatch.setattr("kronfac.methods.kfac.eigen", lambda *_: None)
+    monkeypatch.setattr("kronfac.methods.kfac.block.eigen", lambda *_: None)
     model = mlp()
     optimizer = frozen_kfac(model, momentum=0.9, rescale=rescale)
     applied(model, optimizer, batch(0))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kronfac
-from kronfac.preconditioner import MAX_FAILURES
+from kronfac.step.pipeline import MAX_FAILURES
 from tests.training import (
     applied,
     assert_close,
@@ -172,7 +172,7 @@ def solver(request: pytest.FixtureRequest) -> Any:
 
 def break_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("eigen", "cholesky_inverse", "newton_schulz_inverse"):
-        monkeypatch.setattr(f"kronfac.methods.kfac.{name}", lambda *_: None)
+        monkeypatch.setattr(f"kronfac.methods.kfac.block.{name}", lambda *_: None)
 
 
 def test_without_a_first_solution_the_gradient_stays_raw(
@@ -234,7 +234,7 @@ def test_a_success_between_failures_starts_the_count_anew(monkeypatch: pytest.Mo
 
 
 def test_a_layer_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kronfac.methods import kfac as method
+    from kronfac.methods.kfac import block as method
 
     working = method.eigen
     monkeypatch.setattr(method, "eigen", lambda m: None if m.shape[-1] == 3 else working(m))

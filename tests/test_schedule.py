@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kronfac
-from kronfac.schedule import spread_offsets
+from kronfac.step.schedule import spread_offsets
 from tests import oracles
 from tests.training import (
     applied,

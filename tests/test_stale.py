@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD
 
 import kronfac
-from kronfac.stale import AdaptiveInterval
+from kronfac.adaptive.interval import AdaptiveInterval
 from tests.test_syncs import CountWaits
 from tests.training import (
     assert_same,

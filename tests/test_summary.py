@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import SGD
 
 import kronfac
-from kronfac.summary import _bytes
+from kronfac.optimizer.summary import _bytes
 from tests.training import batch, cnn, images, kfac, layers, mlp, option_id, step
 
 

@@ -2,11 +2,11 @@
 
 import kronfac.requirements  # noqa: F401 - first of all: it says what is missing
 from kronfac import layers
-from kronfac.damping import LevenbergMarquardt
-from kronfac.distributed.scheme import Distribute, Hybrid
-from kronfac.kfac import KFAC, param_groups
+from kronfac.adaptive.damping import LevenbergMarquardt
+from kronfac.adaptive.interval import StaleInterval
 from kronfac.layers import register_layer
-from kronfac.stale import StaleInterval
+from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.placement.scheme import Distribute, Hybrid
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kronfac.optimizer import version
-from kronfac.train import commands, output
-from kronfac.train.errors import UserError, of_a_file
-from kronfac.train.group import LAUNCHED, LostGroupError, leave_at_once
-from kronfac.train.launch import FAILED, LOST, WRONG
-from kronfac.train.resuming import DEFAULT
+from kronfac.optimizer.base import version
+from kronfac.runs import output
+from kronfac.runs.errors import UserError, of_a_file
+from kronfac.train import commands
+from kronfac.train.launch.group import LAUNCHED, LostGroupError, leave_at_once
+from kronfac.train.launch.launch import FAILED, LOST, WRONG
+from kronfac.train.run.resuming import DEFAULT
 
 _EPILOG = """examples:
   kronfac train                              handwritten digits with K-FAC

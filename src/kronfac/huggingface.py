@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from kronfac.config import check_non_negative
-from kronfac.kfac import KFAC
-from kronfac.refusals import check_module
+from kronfac.methods.kfac.front import KFAC
+from kronfac.options.config import check_non_negative
+from kronfac.step.validation import check_module
 
 #: Names and types of parameters without weight decay: Trainer's own rule, and torch's other norms.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -8,7 +8,7 @@ from typing import TextIO
 import pytest
 
 from kronfac.cli import main
-from kronfac.train.events import read
+from kronfac.runs.events import read
 from tests.train import small
 
 FULL = Path("/dev/full")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kronfac.cli import main
-from kronfac.train.events import read
+from kronfac.runs.events import read
 from tests.train import small
 from tests.train.answers import ask, check
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kronfac.distributed.seats import Placement
+from kronfac.placement.assignment import Placement
 
 #: Widest side that is decomposed; layers with a wider one are inverted, and a triangle says all.
 WIDEST_EIGEN = 2048

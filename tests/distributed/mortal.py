@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from kronfac.distributed.channel import Arrival, Channel
-from kronfac.distributed.world import World
-from kronfac.methods.kfac import KFACBlock
+from kronfac.distributed.comm.collectives import Arrival, Channel
+from kronfac.distributed.comm.process_group import World
+from kronfac.methods.kfac.block import KFACBlock
 from tests.distributed.equivalence import SCHEMES, bounds
 from tests.distributed.models import KINDS, momentum
 

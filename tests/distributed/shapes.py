@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 
-from kronfac.distributed.units import LayerUnit, PartUnit, StatisticUnit
+from kronfac.placement.costs import LayerUnit, PartUnit, StatisticUnit
 
 #: Above this width a layer is solved by Cholesky.
 WIDEST_EIGEN = 2048

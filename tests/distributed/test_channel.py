@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed import channel as channels
-from kronfac.distributed.channel import START_UP_BYTES, Channel, LostRankError, Segment
-from kronfac.distributed.ledger import Ledger
-from kronfac.distributed.world import World
+from kronfac.distributed.comm import collectives as channels
+from kronfac.distributed.comm.collectives import START_UP_BYTES, Channel, LostRankError, Segment
+from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.traffic import Ledger
 from tests.distributed.equivalence import (
     SCHEMES,
     assert_equals_one_process,

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from kronfac.distributed import team
-from kronfac.distributed.units import Compute, Link
+from kronfac.distributed import coordinator as team
+from kronfac.placement.costs import Compute, Link
 from tests.distributed.equivalence import (
     Case,
     Parameters,

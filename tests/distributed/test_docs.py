@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from kronfac.distributed.grid import nearest_divisor
-from kronfac.distributed.ledger import TRAVELLING
-from kronfac.distributed.scheme import SCHEMES
+from kronfac.distributed.comm.traffic import TRAVELLING
+from kronfac.placement.grid import nearest_divisor
+from kronfac.placement.scheme import SCHEMES
 from tests.distributed.equivalence import same_bits
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run

@@ -201,7 +201,7 @@ def differ(rank: int, what: str) -> None:
     with (
         mock.patch.object(kronfac, "__version__", version),
         mock.patch("importlib.metadata.version", return_value=version),
-        mock.patch("kronfac.optimizer.version", return_value=version, create=True),
+        mock.patch("kronfac.optimizer.base.version", return_value=version, create=True),
     ):
         kronfac.KFAC(model, base, **options)
 

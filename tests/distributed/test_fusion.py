@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kronfac.distributed.fusion import Arrival, finish_time, fuse
-from kronfac.distributed.units import Link
+from kronfac.distributed.comm.fusion import Arrival, finish_time, fuse
+from kronfac.placement.costs import Link
 from tests.counting import calls
 from tests.distributed.shapes import resnet50
 

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.placement import makespan
-from kronfac.distributed.team import Team
+from kronfac.distributed.coordinator import Team
+from kronfac.placement.place import makespan
 from kronfac.planner.choose import candidates
 from tests.distributed import closed_form
 from tests.distributed.fake import world

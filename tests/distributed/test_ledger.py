@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.placement import Placement
+from kronfac.placement.place import Placement
 from tests.distributed import closed_form
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run

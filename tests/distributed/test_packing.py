@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kronfac.distributed.packing import pack, packed_elements, unpack
+from kronfac.distributed.comm.symmetric import pack, packed_elements, unpack
 
 WIDTHS = st.integers(0, 70)
 BATCHES = st.sampled_from([(), (1,), (3,), (0,), (2, 3)])

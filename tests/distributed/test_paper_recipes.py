@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kronfac.train.result import Result
-from kronfac.train.run import train
+from kronfac.train.run.result import Result
+from kronfac.train.run.run import train
 from tests.distributed.ranks import run
 from tests.train.test_paper_recipes import images, tiny
 

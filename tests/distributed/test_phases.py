@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
-from kronfac.phases import Seconds
+from kronfac.state.timing import Seconds
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run
 from tests.test_phases import PHASES, assert_within_phases

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kronfac.distributed.balance import longest_first
-from kronfac.distributed.grid import divisors
-from kronfac.distributed.placement import (
+from kronfac.placement.balance import longest_first
+from kronfac.placement.costs import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.placement.grid import divisors
+from kronfac.placement.place import (
     Grid,
     Placement,
     Seat,
@@ -21,8 +22,7 @@ from kronfac.distributed.placement import (
     place,
     solve_seconds,
 )
-from kronfac.distributed.scheme import SCHEMES, Hybrid
-from kronfac.distributed.units import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.placement.scheme import SCHEMES, Hybrid
 from tests.counting import calls
 from tests.distributed.shapes import deeper, models, resnet50, resnet50_shapes
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kronfac.distributed.channel import Arrival, Channel
-from kronfac.distributed.flat import Item
-from kronfac.distributed.ledger import Ledger
-from kronfac.distributed.reduction import Reduction, make_buckets
+from kronfac.distributed.comm.buckets import Reduction, make_buckets
+from kronfac.distributed.comm.collectives import Arrival, Channel
+from kronfac.distributed.comm.flat import Item
+from kronfac.distributed.comm.traffic import Ledger
 
 GROUPS = [["a", "b"], ["c"], ["d", "e"]]
 

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.placement import Placement, Seat, Task
-from kronfac.summary import _bytes
+from kronfac.optimizer.summary import _bytes
+from kronfac.placement.place import Placement, Seat, Task
 from tests.distributed.fake import world
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed import team as teams
-from kronfac.distributed.placement import place
-from kronfac.distributed.scheme import Hybrid
+from kronfac.distributed import coordinator as teams
+from kronfac.placement.place import place
+from kronfac.placement.scheme import Hybrid
 from tests.distributed.fake import world
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import kronfac
-from kronfac.distributed.channel import Channel
+from kronfac.distributed.comm.collectives import Channel
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run
 from tests.distributed.test_unlike_ranks import Branches

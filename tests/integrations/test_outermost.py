@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kronfac.selection import outermost
+from kronfac.layers.selection import outermost
 from tests.training import (
     INPUTS,
     assert_same,

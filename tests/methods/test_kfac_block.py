@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kronfac.layers.rows import DenseRows
 from kronfac.linalg.solve import newton_schulz_inverse
-from kronfac.methods.kfac import EIGEN_MAX_WIDTH, KFACBlock, choose_solver
+from kronfac.methods.kfac.block import EIGEN_MAX_WIDTH, KFACBlock, choose_solver
 from tests import oracles
 
 GAMMA = 0.1
@@ -297,7 +297,7 @@ def test_newton_schulz_block_gives_up_where_its_solver_does(
     def strict(matrix: Tensor, floor: Tensor) -> Tensor | None:
         return newton_schulz_inverse(matrix, floor, tolerance=0.0)
 
-    monkeypatch.setattr("kronfac.methods.kfac.newton_schulz_inverse", strict)
+    monkeypatch.setattr("kronfac.methods.kfac.block.newton_schulz_inverse", strict)
     block = make_block((3, 4), "newton-schulz")
     assert block.refresh(make_means(block), GAMMA) is None
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kronfac.linalg.solve import cholesky_inverse, cholesky_inverse_share, share_rows
-from kronfac.methods.block import Block, Cost, Statistic, Tensors
-from kronfac.methods.kfac import KFACBlock
-from kronfac.methods.unit_wise import UnitWiseBlock
+from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.unit_wise import UnitWiseBlock
+from kronfac.protocol.block import Block, Cost, Statistic, Tensors
 
 GAMMA = 0.1
 SOLVERS = ["eigen", "cholesky", "newton-schulz"]

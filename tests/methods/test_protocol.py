@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from kronfac.config import Options, Schedules
 from kronfac.layers import Layer
 from kronfac.layers.rows import Rows
-from kronfac.methods.block import Block, Cost, Statistic, Tensors, bytes_of
-from kronfac.optimizer import Preconditioned
+from kronfac.optimizer.base import Preconditioned
+from kronfac.options.config import Options, Schedules
+from kronfac.protocol.block import Block, Cost, Statistic, Tensors, bytes_of
 from tests import oracles
 from tests.feature_order import in_library_order
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kronfac.distributed.grid import divisors
-from kronfac.distributed.placement import makespan, place
-from kronfac.distributed.scheme import SCHEMES, Hybrid
-from kronfac.distributed.units import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.placement.costs import Compute, LayerUnit, Link, PartUnit, StatisticUnit
+from kronfac.placement.grid import divisors
+from kronfac.placement.place import makespan, place
+from kronfac.placement.scheme import SCHEMES, Hybrid
 from kronfac.planner.choose import candidates, choose
-from kronfac.planner.model import Prediction, predict
+from kronfac.planner.predict import Prediction, predict
 from tests.counting import calls
 from tests.distributed.shapes import models, resnet50
 

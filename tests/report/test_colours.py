@@ -11,7 +11,7 @@ from importlib import resources
 
 import pytest
 
-from kronfac.report.pictures import COLOURS, PHASE_COLOURS
+from kronfac.report.page.pictures import COLOURS, PHASE_COLOURS
 
 Colour = tuple[float, ...]
 Matrix = tuple[Colour, ...]

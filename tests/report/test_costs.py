@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kronfac.report import layers, phases
-from kronfac.report.find import load
-from kronfac.report.layers import LayerCost
-from kronfac.report.steering import clips
-from kronfac.report.summary import Group, chapters
+from kronfac.report.page.hyperparameters import clips
+from kronfac.report.read import layers, phases
+from kronfac.report.read.find import load
+from kronfac.report.read.layers import LayerCost
+from kronfac.report.read.summary import Group, chapters
 from tests.report.made_up import start, step, write_events
 
 

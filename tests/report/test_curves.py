@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kronfac.report.curves import Point, curve, thin
-from kronfac.report.find import load
-from kronfac.report.summary import chapters
+from kronfac.report.draw.curves import Point, curve, thin
+from kronfac.report.read.find import load
+from kronfac.report.read.summary import chapters
 from tests.report.made_up import evaluation, start, write_events
 
 

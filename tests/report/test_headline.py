@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kronfac.report.find import load
-from kronfac.report.headline import headline, remarks
-from kronfac.report.summary import Chapter, chapters
+from kronfac.report.page.headline import headline, remarks
+from kronfac.report.read.find import load
+from kronfac.report.read.summary import Chapter, chapters
 from tests.report.made_up import evaluation, start, step, write_events
 
 DONE = {"event": "finish", "status": "done"}

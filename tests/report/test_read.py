@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kronfac.report.find import load
-from kronfac.report.read import Notice, Run, number, read_run
-from kronfac.train.errors import UserError
+from kronfac.report.read.find import load
+from kronfac.report.read.read import Notice, Run, number, read_run
+from kronfac.runs.errors import UserError
 from tests.report.made_up import evaluation, make_run, start, step, write_events
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kronfac.report.scale import Scale, accuracy, along, linear, log
+from kronfac.report.draw.scale import Scale, accuracy, along, linear, log
 
-# What the report takes for a number; see kronfac.report.read.number.
+# What the report takes for a number; see kronfac.report.read.read.number.
 drawable = st.floats(-1e100, 1e100).filter(lambda value: value == 0 or abs(value) >= 1e-100)
 floats = st.lists(st.floats(-1e6, 1e6) | drawable, min_size=1, max_size=20)
 

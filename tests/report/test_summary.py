@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kronfac.report.find import load
-from kronfac.report.summary import (
+from kronfac.report.read.find import load
+from kronfac.report.read.summary import (
     Chapter,
     Group,
     Spread,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kronfac import report
-from kronfac.report import pictures
-from kronfac.train.errors import UserError
+from kronfac.report.page import pictures
+from kronfac.runs.errors import UserError
 from tests.report.made_up import evaluation, make_run, start, step, write_events
 
 VOID = {"meta", "link"}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kronfac.cli import main
-from kronfac.train import launch, planning
-from kronfac.train.result import Result
+from kronfac.train import planning
+from kronfac.train.launch import launch
+from kronfac.train.run.result import Result
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> int:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("kronfac.train.run._Run.go", end)
+    monkeypatch.setattr("kronfac.train.run.run._Run.go", end)
     monkeypatch.setattr(launch, "launch", refuse)
     monkeypatch.setattr(planning, "measure", lambda: planning.Compute(1e10, 1e11))
 

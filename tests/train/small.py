@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronfac.train.events import Event, Listener
-from kronfac.train.recipe import Recipe
-from kronfac.train.recipe_files import change
+from kronfac.runs.events import Event, Listener
+from kronfac.train.recipe.files import change
+from kronfac.train.recipe.recipe import Recipe
 
 CONTENT: dict[str, Any] = {
     "description": "A small one",

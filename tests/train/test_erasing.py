@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kronfac.train.erasing import RandomErasing
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
+from kronfac.train.data.erasing import RandomErasing
 
 SIZE = 64
 SHAPE = (3, SIZE, SIZE)

@@ -9,10 +9,10 @@ from typing import IO, Any
 import pytest
 import torch
 
-from kronfac.train import disk
-from kronfac.train.errors import UserError
-from kronfac.train.events import EventFile, Recorder, drop_half_line, finite, read
-from kronfac.train.folder import RunFolder, free_path, last_run, run_name
+from kronfac.runs import disk
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import EventFile, Recorder, drop_half_line, finite, read
+from kronfac.train.record.folder import RunFolder, free_path, last_run, run_name
 
 
 def test_names_do_not_collide(tmp_path: Path) -> None:

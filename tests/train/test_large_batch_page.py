@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kronfac
-from kronfac.train.recipe_files import load
+from kronfac.train.recipe.files import load
 from tests.train.test_paper_recipes import OSAWA, TABLE
 from tests.training import batch, mlp, step
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kronfac.train import group, launch
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
+from kronfac.train.launch import group, launch
 
 
 def start(script: str, count: int = 2) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kronfac.train.errors import UserError
-from kronfac.train.run import train
+from kronfac.runs.errors import UserError
+from kronfac.train.run.run import train
 from tests.train import small
 
 

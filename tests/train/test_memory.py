@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kronfac.train import memory
-from kronfac.train.run import train
+from kronfac.train.record import memory
+from kronfac.train.run.run import train
 from tests.train import small
 
 CPU = torch.device("cpu")

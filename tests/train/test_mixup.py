@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kronfac.train.errors import UserError
-from kronfac.train.mixup import RunningMixup
+from kronfac.runs.errors import UserError
+from kronfac.train.data.mixup import RunningMixup
 
 CLASSES, BATCH = 5, 8
 

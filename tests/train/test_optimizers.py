@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from kronfac import KFAC
-from kronfac.train import optimizers
-from kronfac.train.errors import UserError
-from kronfac.train.kfac_schedules import as_callable
-from kronfac.train.muon import FlatMuon, Pair, hidden_weights
-from kronfac.train.recipe import OptimizerPart
+from kronfac.runs.errors import UserError
+from kronfac.train.optim import build as optimizers
+from kronfac.train.optim.kfac_schedules import as_callable
+from kronfac.train.optim.muon import FlatMuon, Pair, hidden_weights
+from kronfac.train.recipe.recipe import OptimizerPart
 
 
 def net() -> nn.Module:

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 import kronfac
-from kronfac.train import models, optimizers
-from kronfac.train.checkpointing import collect, restore
-from kronfac.train.errors import UserError
-from kronfac.train.events import Recorder
-from kronfac.train.kfac_schedules import as_callable
-from kronfac.train.loop import Loop
-from kronfac.train.ranks import Ranks
-from kronfac.train.recipe import Recipe
-from kronfac.train.recipe_files import change, load, shipped
-from kronfac.train.run import train
-from kronfac.train.setup import prepare
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import Recorder
+from kronfac.train import models
+from kronfac.train.launch.ranks import Ranks
+from kronfac.train.optim import build as optimizers
+from kronfac.train.optim.kfac_schedules import as_callable
+from kronfac.train.recipe.files import change, load, shipped
+from kronfac.train.recipe.recipe import Recipe
+from kronfac.train.run.checkpointing import collect, restore
+from kronfac.train.run.loop import Loop
+from kronfac.train.run.run import train
+from kronfac.train.run.setup import prepare
 from tests.training import assert_same
 
 PAPERS = [name for name in shipped() if name.startswith("papers/")]

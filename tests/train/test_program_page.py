@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kronfac.cli import _parser
-from kronfac.train.options import KEYS, KFAC_KEYS
-from kronfac.train.ranks import Ranks
-from kronfac.train.recipe import DataPart, Recipe, SchedulePart, TrainPart
-from kronfac.train.recipe_files import load
-from kronfac.train.setup import prepare
+from kronfac.train.launch.ranks import Ranks
+from kronfac.train.recipe.files import load
+from kronfac.train.recipe.options import KEYS, KFAC_KEYS
+from kronfac.train.recipe.recipe import DataPart, Recipe, SchedulePart, TrainPart
+from kronfac.train.run.setup import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "program.md").read_text(encoding="utf-8")
 

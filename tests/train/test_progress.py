@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kronfac.train import progress
-from kronfac.train.run import train
+from kronfac.train.run import progress
+from kronfac.train.run.run import train
 from tests.train import small
 from tests.train.small import at_step
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kronfac.train.errors import UserError
-from kronfac.train.events import read
-from kronfac.train.folder import free_path
-from kronfac.train.ranks import Ranks
-from kronfac.train.run import train
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import read
+from kronfac.train.launch.ranks import Ranks
+from kronfac.train.record.folder import free_path
+from kronfac.train.run.run import train
 from tests.distributed.ranks import run
 from tests.train import small
 from tests.train.small import at_step
@@ -45,7 +45,7 @@ def run_parts(rank: int, out: str, optimizer: str, changes: dict[str, Any], hit:
 
 def _interrupt_at(step: int, act: Any) -> None:
     """Listeners hear on the first rank only, so that others are told by their steps."""
-    from kronfac.train import stepping
+    from kronfac.train.run import stepping
 
     _restore.real = stepping.Stepper.take  # type: ignore[attr-defined]
 
@@ -58,7 +58,7 @@ def _interrupt_at(step: int, act: Any) -> None:
 
 
 def _restore() -> None:
-    from kronfac.train import stepping
+    from kronfac.train.run import stepping
 
     real = getattr(_restore, "real", None)
     if real is not None:
@@ -139,7 +139,7 @@ def test_what_the_system_says_about_a_path_is_told_on_all_ranks() -> None:
 
 def lose_numbers(rank: int, out: str) -> tuple[str, int]:
     """The loss of one rank only is not finite."""
-    from kronfac.train import stepping
+    from kronfac.train.run import stepping
 
     real = stepping.Stepper.take
 

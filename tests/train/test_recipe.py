@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kronfac.train import recipe_files
-from kronfac.train.errors import UserError
-from kronfac.train.recipe import KINDS, Recipe
+from kronfac.runs.errors import UserError
+from kronfac.train.recipe import files as recipe_files
+from kronfac.train.recipe.recipe import KINDS, Recipe
 from tests.train import small
 
 OWN = [name for name in recipe_files.shipped() if not name.startswith("papers/")]

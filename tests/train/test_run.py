@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.train import disk, models
-from kronfac.train.errors import UserError
-from kronfac.train.events import read
-from kronfac.train.recipe_files import change
-from kronfac.train.run import train
+from kronfac.runs import disk
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import read
+from kronfac.train import models
+from kronfac.train.recipe.files import change
+from kronfac.train.run.run import train
 from tests.train import small
 from tests.train.small import Events, at_step
 
@@ -165,7 +166,7 @@ def test_a_target_is_recorded_and_may_end_the_run() -> None:
 
 def test_seconds_are_those_of_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that only evaluations move shows no time at all."""
-    from kronfac.train import clock, loop
+    from kronfac.train.run import clock, loop
 
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
@@ -272,8 +273,8 @@ def test_phases_add_up_to_the_seconds_of_the_run() -> None:
 
 def test_waiting_for_data_is_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that only the making of batches moves shows that phase alone."""
-    from kronfac.train import clock
     from kronfac.train.data import Batches
+    from kronfac.train.run import clock
 
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
@@ -546,7 +547,7 @@ def test_a_loss_that_is_not_finite_fails_and_keeps_the_last_checkpoint(tmp_path:
 def test_parameters_of_the_last_checkpoint_stay_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kronfac.train.stepping import Stepper
+    from kronfac.train.run.stepping import Stepper
 
     real = Stepper.take
 
@@ -562,7 +563,7 @@ def test_parameters_of_the_last_checkpoint_stay_finite(
 
 
 def test_curvature_that_cannot_be_solved_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kronfac.methods.kfac import KFACBlock
+    from kronfac.methods.kfac.block import KFACBlock
 
     monkeypatch.setattr(KFACBlock, "refresh", lambda *args: None)
     result = train(
@@ -613,7 +614,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_no_folder(
 def test_whatever_ends_a_run_leaves_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kronfac.train.stepping import Stepper
+    from kronfac.train.run.stepping import Stepper
 
     def burst(*args: Any) -> None:
         raise RuntimeError("out of memory")
@@ -629,7 +630,7 @@ def test_whatever_ends_a_run_leaves_a_failure(
 def test_warnings_become_events(monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    from kronfac.train.stepping import Stepper
+    from kronfac.train.run.stepping import Stepper
 
     real = Stepper.take
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kronfac
-from kronfac.train import schedules
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
+from kronfac.train.optim import schedules
 from tests.training import batch, loss_of, mlp
 
 

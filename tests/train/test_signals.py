@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kronfac.train.signals import SIGNALS, Interruption
+from kronfac.train.launch.signals import SIGNALS, Interruption
 
 
 @pytest.fixture(autouse=True)

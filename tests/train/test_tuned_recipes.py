@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kronfac.train import recipe_files
+from kronfac.train.recipe import files as recipe_files
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = sorted((BENCHMARKS / "results" / "tuning").glob("*.json"))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import kronfac
-from kronfac.train.errors import UserError
-from kronfac.train.weight_rescaling import WeightRescaling
+from kronfac.runs.errors import UserError
+from kronfac.train.optim.weight_rescaling import WeightRescaling
 from tests.training import batch, cnn, images, loss_of, mlp
 
 

@@ -7,35 +7,32 @@ go on: an active rank sends it the gradients of each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from kronfac.distributed.flat import Item
-from kronfac.distributed.parcel import make_parcels
-from kronfac.distributed.world import World
-
-if TYPE_CHECKING:
-    from kronfac.optimizer import Preconditioned
+from kronfac.distributed.comm.broadcast import make_parcels
+from kronfac.distributed.comm.flat import Item
+from kronfac.distributed.comm.process_group import World
 
 
 class ShadowHook(JoinHook):
     """What a joined rank does for each step of the others."""
 
-    def __init__(self, optimizer: Preconditioned) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
         """Take the step of the others with their gradients."""
-        self.optimizer._shadow_step()
+        self.optimizer.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have taken the same steps: nothing is left to do."""
 
 
-def is_joining(optimizer: Preconditioned) -> bool:
+def is_joining(optimizer: Any) -> bool:
     """Whether a step is taken inside ``Join``; raises if only the model is in it."""
     inside = bool(optimizer._join_config.enable)
     if inside:

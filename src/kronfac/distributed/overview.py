@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kronfac.distributed.ownership import Ownership
-from kronfac.distributed.team import Team
-from kronfac.layer_state import LayerState
+from kronfac.distributed.coordinator import Team
+from kronfac.distributed.parameter_owners import Ownership
+from kronfac.state.layer_state import LayerState
 
 #: Ranks that divide one part are counted where their names would take more characters.
 _LONGEST = 7

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kronfac.distributed.packing import packed_elements
-from kronfac.distributed.units import LayerUnit, PartUnit, StatisticUnit
-from kronfac.layer_state import LayerState
+from kronfac.distributed.comm.symmetric import packed_elements
 from kronfac.linalg.orthogonal import orthogonal_flops
+from kronfac.placement.costs import LayerUnit, PartUnit, StatisticUnit
+from kronfac.state.layer_state import LayerState
 
 
 def unit_of(name: str, state: LayerState, triangles: bool, tied_to: str) -> LayerUnit:

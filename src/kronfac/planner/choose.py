@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kronfac.distributed.grid import divisors
-from kronfac.distributed.placement import place
-from kronfac.distributed.scheme import Hybrid
-from kronfac.distributed.seats import Placement
-from kronfac.distributed.units import Compute, LayerUnit, Link
-from kronfac.planner.model import Prediction, predict
+from kronfac.placement.assignment import Placement
+from kronfac.placement.costs import Compute, LayerUnit, Link
+from kronfac.placement.grid import divisors
+from kronfac.placement.place import place
+from kronfac.placement.scheme import Hybrid
+from kronfac.planner.predict import Prediction, predict
 
 #: How many grids between one worker per layer and all of them are tried.
 _GRIDS = 8
@@ -38,9 +38,9 @@ def choose(
         link: the network.
         compute: the speed of a rank.
         refresh_every: steps from one solution to the next.
-        hidden: as for :func:`kronfac.planner.model.predict`.
+        hidden: as for :func:`kronfac.planner.predict.predict`.
         direct: likewise.
-        balanced: as for :func:`kronfac.distributed.placement.place`.
+        balanced: as for :func:`kronfac.placement.place.place`.
         split: likewise.
     """
     tried = []

@@ -1,5 +1,5 @@
 """Pictures of finished runs: one self-contained HTML page, and PNGs."""
 
-from kronfac.report.write import write
+from kronfac.report.page.write import write
 
 __all__ = ["write"]

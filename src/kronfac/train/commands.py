@@ -9,27 +9,21 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from kronfac.train import (
-    comparison,
-    data_sets,
-    group,
-    launch,
-    loggers,
-    planning,
-    progress,
-    recipe_files,
-    resuming,
-)
-from kronfac.train.errors import UserError
-from kronfac.train.events import Listener
-from kronfac.train.folder import RunFolder, free_path, run_name
-from kronfac.train.optimizers import missing_package
-from kronfac.train.ranks import current
-from kronfac.train.recipe import Job, Recipe
-from kronfac.train.result import Result
-from kronfac.train.run import Origin, check_device
-from kronfac.train.run import train as run_recipe
-from kronfac.train.setup import check_batch
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import Listener
+from kronfac.train import comparison, data_sets, planning
+from kronfac.train.launch import group, launch
+from kronfac.train.launch.ranks import current
+from kronfac.train.optim.build import missing_package
+from kronfac.train.recipe import files as recipe_files
+from kronfac.train.recipe.recipe import Job, Recipe
+from kronfac.train.record import loggers
+from kronfac.train.record.folder import RunFolder, free_path, run_name
+from kronfac.train.run import progress, resuming
+from kronfac.train.run.result import Result
+from kronfac.train.run.run import Origin, check_device
+from kronfac.train.run.run import train as run_recipe
+from kronfac.train.run.setup import check_batch
 
 
 def train(options: Namespace) -> int:

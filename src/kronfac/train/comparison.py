@@ -11,17 +11,17 @@ from glob import escape
 from pathlib import Path
 
 from kronfac import report as pictures
-from kronfac.report.read import Run, read_run
-from kronfac.report.summary import reached
-from kronfac.train import launch
-from kronfac.train.belonging import FREE, TARGETS, check_folder
-from kronfac.train.errors import UserError
-from kronfac.train.events import Listener
-from kronfac.train.folder import RunFolder, free_path, run_name
-from kronfac.train.ranks import current
-from kronfac.train.recipe import Recipe
-from kronfac.train.rehearsal import rehearse
-from kronfac.train.run import Origin, choose_device, isolated, train
+from kronfac.report.read.read import Run, read_run
+from kronfac.report.read.summary import reached
+from kronfac.runs.errors import UserError
+from kronfac.runs.events import Listener
+from kronfac.train.launch import launch
+from kronfac.train.launch.ranks import current
+from kronfac.train.recipe.recipe import Recipe
+from kronfac.train.record.folder import RunFolder, free_path, run_name
+from kronfac.train.run.dry_run import rehearse
+from kronfac.train.run.resume_checks import FREE, TARGETS, check_folder
+from kronfac.train.run.run import Origin, choose_device, isolated, train
 
 _DONE = "finished"
 

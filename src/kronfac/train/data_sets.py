@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kronfac.runs.errors import UserError
+from kronfac.runs.hints import nearest
 from kronfac.train import data
-from kronfac.train.errors import UserError
-from kronfac.train.hints import nearest
 
 _ABOUT = {
     "digits": "8 x 8 handwritten digits, part of kronfac",

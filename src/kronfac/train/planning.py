@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from kronfac.distributed.units import Compute, Link
 from kronfac.distributed.workload import unit_of
-from kronfac.optimizer import Preconditioned
+from kronfac.optimizer.base import Preconditioned
+from kronfac.placement.costs import Compute, Link
 from kronfac.planner.choose import choose
-from kronfac.train import data, models, optimizers
-from kronfac.train.errors import UserError
-from kronfac.train.pair import kfac_of
-from kronfac.train.recipe import Job, Recipe
+from kronfac.runs.errors import UserError
+from kronfac.train import data, models
+from kronfac.train.optim import build as optimizers
+from kronfac.train.optim.composite import kfac_of
+from kronfac.train.recipe.recipe import Job, Recipe
 
 #: Width of the matrices that measure the speed of this machine.
 _WIDTH = 256

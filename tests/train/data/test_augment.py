@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data import Crop, Flip, augmentation
-from kronfac.train.errors import UserError
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data import Batches, Crop, Flip
-from kronfac.train.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data.download import download
-from kronfac.train.errors import UserError
 from tests.train.data.tiny import cifar_contents, idx_contents, publish, write
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data import cifar, idx
-from kronfac.train.errors import UserError
 from tests.train.data.tiny import cifar_contents, idx_contents, publish, write
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
-from kronfac.train.errors import UserError
 from tests.train.data import tiny
 
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data import Batches, Flip
 from kronfac.train.data.crop_box import centre_box, random_box
 from kronfac.train.data.source import RandomDecoding
-from kronfac.train.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
 COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}

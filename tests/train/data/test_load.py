@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
 from kronfac.train.data.subset import balanced_order
-from kronfac.train.errors import UserError
 
 
 def test_digits_come_with_the_package():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kronfac.runs.errors import UserError
 from kronfac.train import data
-from kronfac.train.errors import UserError
 
 TEXT = bytes(range(100))
 

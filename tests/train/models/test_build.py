@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kronfac.runs.errors import UserError
 from kronfac.train import models
-from kronfac.train.errors import UserError
 from kronfac.train.models.resnet_cifar import Block
 
 IMAGES = {"num_classes": 10, "sample_shape": (3, 32, 32)}

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import kronfac
-from kronfac.selection import Selection
+from kronfac.layers.selection import Selection
 from kronfac.train import models
 
 TINY = {

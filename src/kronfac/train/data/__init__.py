@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data import cifar, digits, download, forms, idx, image_folder, text
 from kronfac.train.data.augment import Augmentation, Crop, Flip, augmentation
 from kronfac.train.data.batches import Batches
@@ -15,7 +16,6 @@ from kronfac.train.data.forms import Form
 from kronfac.train.data.holdout import HeldOut, hold_out
 from kronfac.train.data.source import ImageArrays, Source
 from kronfac.train.data.subset import subset
-from kronfac.train.errors import UserError
 
 __all__ = [
     "NAMES",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.source import Drawn
-from kronfac.train.errors import UserError
 
 
 class Augmentation(Protocol):
@@ -80,7 +80,7 @@ class Crop:
 
 
 def _erase() -> Augmentation:
-    erasing = importlib.import_module("kronfac.train.erasing")
+    erasing = importlib.import_module("kronfac.train.data.erasing")
     made: Augmentation = erasing.RandomErasing()
     return made
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.augment import Augmentation, Crop, augmentation
 from kronfac.train.data.prefetch import prefetch
 from kronfac.train.data.source import Batch, Drawn, RandomDecoding, Source
-from kronfac.train.errors import UserError
 
 _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 

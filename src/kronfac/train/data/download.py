@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.files import FileSet, stored, unpacked
-from kronfac.train.errors import UserError
 
 _TIMEOUT = 30.0  # seconds without an answer
 _ADVICE = "try again later"

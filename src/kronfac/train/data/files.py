@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 
 _ADVICE = "move it away and fetch it again"
 

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.source import Batch, Drawn, RandomDecoding, Source
-from kronfac.train.errors import UserError
 
 _SEED = 20151219  # any fixed number: what is kept apart must be the same in every run
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.files import FileSet
 from kronfac.train.data.source import ImageArrays, ImagePart
-from kronfac.train.errors import UserError
 
 _FILES = (
     "train-images-idx3-ubyte",

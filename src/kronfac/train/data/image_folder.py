@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.crop_box import TRIES, Box, Tries, centre_box, random_box
 from kronfac.train.data.source import Batch, Drawn
 from kronfac.train.data.subset import is_count, subset
-from kronfac.train.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

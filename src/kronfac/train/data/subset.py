@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 
 _SEED = 20151219  # any fixed number: subsets must be the same in every run
 

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kronfac.runs.errors import UserError
 from kronfac.train.data.source import Batch
 from kronfac.train.data.subset import check_size, is_count
-from kronfac.train.errors import UserError
 
 DEFAULT_SIZE = 4_000_000
 DEFAULT_LENGTH = 128

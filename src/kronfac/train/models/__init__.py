@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 from kronfac.train.models.cnn import CNN
 from kronfac.train.models.gpt import GPT
 from kronfac.train.models.mlp import MLP

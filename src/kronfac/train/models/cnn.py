@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 
 
 class CNN(nn.Sequential):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 
 
 class SelfAttention(nn.Module):

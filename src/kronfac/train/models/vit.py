@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kronfac.train.errors import UserError
+from kronfac.runs.errors import UserError
 from kronfac.train.models.transformer import TransformerBlock
 
 

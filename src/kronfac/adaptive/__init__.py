@@ -1,0 +1,1 @@
+"""Values that adapt themselves: the damping and the refresh interval."""

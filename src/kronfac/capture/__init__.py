@@ -1,0 +1,1 @@
+"""Hooks that watch a model, eager or compiled."""

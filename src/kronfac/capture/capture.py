@@ -1,0 +1,506 @@
+"""Hooks that watch a model: inputs in the forward pass, output gradients in the backward pass.
+
+A forward hook observes the input side at once and puts a tensor hook on the output, which survives
+in-place activations (full backward hooks do not). Capture happens when a factor step is due, the module
+is in training mode, gradients are enabled and the output requires one. What a compiled model does instead
+is in :mod:`kronfac.capture.compiled`; both ways end in ``observe_call`` and ``observe_output``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from kronfac.capture import compiled
+from kronfac.capture.broadcast import serves_all_samples, summed_rows
+from kronfac.capture.hooks import (
+    Hook,
+    OutputView,
+    first_tensor,
+    is_batched,
+    observing,
+    source_of,
+    watch_gradient,
+    watch_product,
+)
+from kronfac.capture.random_state import random_state, set_random_state
+from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
+from kronfac.layers.rows import Rows
+from kronfac.options.config import Options
+from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
+from kronfac.statistics.pending import Pass
+
+
+class Watch:
+    """One module, and the layers whose products its calls contain, by part."""
+
+    def __init__(self, split: Any, traced: compiled.TracedCall) -> None:
+        self.split = split
+        self.traced = traced
+        self.random: Tensor | None = None
+        self.states: dict[str, LayerState] = {}
+
+    def add(self, part: str, state: LayerState, number: int) -> None:
+        """Watch on behalf of one more layer."""
+        self.states[part] = state
+        self.traced.add(part, number, state.layer)
+
+
+class Edge:
+    """A product of the last forward, for gradients that ``observe()`` asks for."""
+
+    def __init__(self, state: LayerState, seen: Pass, kept: list[Any], product: Tensor) -> None:
+        source = source_of(product)
+        self.state = state
+        self.seen = seen
+        self.kept = kept
+        self.view = OutputView(product, source)
+        self.gradient = get_gradient_edge(source)
+
+
+class Capture:
+    """Collects what the layers of one model see, for one optimizer."""
+
+    def __init__(self, options: Options, phases: Phases) -> None:
+        self.options = options
+        self.phases = phases
+        self.scaler: torch.amp.GradScaler | None = None
+        self.passes: dict[Pass, None] = {}
+        self.edges: list[Edge] = []
+        self.states: list[LayerState] = []
+        self.switch = compiled.Switch()
+        self.calls = compiled.Calls()
+        self.number = compiled.register(self)
+        #: Number and weight of the draw of ``observe()`` that is on its way through a compiled model.
+        self.draw: tuple[int, float] | None = None
+        #: Told of each side of a call that has been observed.
+        self.listener: Callable[[LayerState, str], None] | None = None
+        self._watches: dict[nn.Module, Watch] = {}
+        self._handles: list[RemovableHandle] = []
+        self._due = True
+        self._paused = 0
+        self._latest: Pass | None = None
+        #: The ticket and pass that an eager forward has opened.
+        self._opened: tuple[Tensor, Pass | None] = (self.switch.no_pass, None)
+        self.forward_seen = False
+        #: Whether the hook of any layer has ever been called, compiled or not.
+        self.hooks_work = False
+        self._implicit: dict[int, Pass] = {}
+        self._unrecorded: dict[nn.Module, list[Pass]] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether the coming step takes statistics."""
+        return self._due
+
+    @due.setter
+    def due(self, due: bool) -> None:
+        self._due = due
+        self.switch.on = due and not self._paused
+
+    # --- hooks ----------------------------------------------------------------------------------
+
+    def attach_module(self, module: nn.Module, states: Sequence[LayerState]) -> None:
+        """Watch a module on behalf of the layers whose products it computes."""
+        self.states += [state for state in states if state not in self.states]
+        attends = any(splits_attention(module, state.layer) for state in states)
+        watch = self._watches.get(module)
+        if watch is None:
+            split = AttentionProjection.split if attends else states[0].layer.split
+            sampled = self.options.sampled
+            watch = Watch(split, compiled.TracedCall(self.number, self.switch, split, sampled))
+            self._watches[module] = watch
+            self._watch_module(module, watch, attends)
+        for state in states:
+            part = state.layer.part or (OUTPUT if attends else "")
+            watch.add(part, state, self.states.index(state))
+
+    def _watch_module(self, module: nn.Module, watch: Watch, attends: bool) -> None:
+        hook = Hook(self._forward, watch, traced=watch.traced)
+        # Before the hooks of others, which may change the output.
+        self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+        if attends and module.dropout:
+            earlier = Hook(self._remember_random, watch)
+            self._handles.append(module.register_forward_pre_hook(earlier, with_kwargs=True))
+
+    def attach_model(self, model: nn.Module) -> None:
+        """Watch the outermost forward, which says how many samples there are."""
+        traced = compiled.TracedModel(self.number, self.switch, self._counts_terms)
+        opening = Hook(self._open, traced=traced.open)
+        closing = Hook(self._close, traced=traced.close)
+        self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
+        self._handles.append(
+            model.register_forward_hook(closing, with_kwargs=True, always_call=True)
+        )
+
+    def detach(self) -> None:
+        """Remove every hook and forget what is pending."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+        self.states.clear()
+        self._watches.clear()
+        self.due = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is observed at this moment."""
+        return self._paused > 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Observe nothing inside."""
+        self._paused += 1
+        self.due = self.due
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self.due = self.due
+
+    # --- the life of a step ---------------------------------------------------------------------
+
+    def begin_step(self, due: bool) -> None:
+        """Say whether the coming step takes statistics."""
+        self.due = due
+        self.forward_seen = False
+        self.close_forwards()
+
+    def close_forwards(self) -> None:
+        """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
+        self.switch.close()
+
+    @property
+    def _current(self) -> Pass | None:
+        """The pass that is open, whether its forward is compiled or not."""
+        switch, (ticket, seen) = self.switch, self._opened
+        if switch.depth == 0 or switch.open_pass is switch.no_pass:
+            return None
+        if switch.open_pass is ticket:
+            return seen
+        return self.calls.passes.get(int(switch.open_pass))  # opened by a graph
+
+    def clear_outputs(self) -> None:
+        """Forget output gradients, as ``zero_grad`` does with gradients."""
+        self.passes.clear()
+        for state in self.states:
+            state.pending.clear_outputs()
+
+    def zero_grad(self) -> None:
+        """Forget output gradients, and the graphs of all forwards but the newest.
+
+        Loops call it between forward and backward, so the newest forward stays, and all inputs do.
+        """
+        self.clear_outputs()
+        self.close_forwards()
+        if self.edges:
+            newest = self.edges[-1].seen
+            self.edges = [edge for edge in self.edges if edge.seen is newest]
+        for state in self.states:
+            state.pending.release_inputs()
+
+    def clear(self) -> None:
+        """Forget everything that is pending."""
+        self.clear_outputs()
+        self.edges.clear()
+        self.calls.clear()
+        self._implicit.clear()
+        self._unrecorded.clear()
+        self._latest = None
+        for state in self.states:
+            state.pending.clear()
+
+    # --- the model's forward --------------------------------------------------------------------
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._note_forward(module)
+        if not self.switch.on:
+            return
+        self.switch.depth += 1
+        if self.switch.depth > 1 or _inside_transform() or not torch.is_grad_enabled():
+            return
+        if _inside_backward():
+            return  # activation checkpointing repeats a forward that was seen
+        seen = self.new_pass(first_tensor((args, kwargs)), module.training)
+        if seen is not None:
+            self.switch.open_pass = self.calls.add_pass(seen)
+        self._opened = (self.switch.open_pass, seen)
+
+    def new_pass(self, first: Tensor | None, trains: bool) -> Pass | None:
+        """The pass of a forward with gradients whose first tensor this is.
+
+        Layers that are called beside an evaluation do not belong to it.
+        """
+        self._notice_cleared_gradients()
+        # A lone vector of numbers is one sample of a model without batches; let its layers decide.
+        unknown = first is None or (first.dim() == 1 and first.is_floating_point())
+        seen = None if unknown or first is None else Pass(first.shape[0])
+        if trains:
+            self._latest = seen
+        return seen
+
+    def _close(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self.switch.on or self.switch.depth == 0:
+            return  # perhaps a hook of somebody else raised before ours could open
+        if self.switch.depth > 1:
+            self.switch.depth -= 1
+            return
+        seen = self._current
+        self.switch.close()
+        if seen is None or not self._counts_terms:
+            return
+        scores = first_tensor(output, least_dim=2, needs_grad=True)
+        if scores is not None and not self._paused:
+            watch_gradient(scores, partial(seen.see_scores, scores.dim(), scores.shape[-1]))
+
+    @property
+    def _counts_terms(self) -> bool:
+        return self.options.loss_average == "token" and self.options.fisher == "empirical"
+
+    # --- a layer's forward ----------------------------------------------------------------------
+
+    def _forward(
+        self,
+        watch: Watch,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> Any:
+        self.hooks_work = True
+        self._note_forward(module)
+        if not self.due or not module.training:
+            return None
+        if not torch.is_grad_enabled():
+            seen = self._current  # only a forward with gradients opens a pass
+            if seen is not None and not self._paused:
+                self._unrecorded.setdefault(module, []).append(seen)
+            return None
+        # Paused or not: a repeated forward has to do what the first one did.
+        if watch.random is not None:
+            set_random_state(output[0].device, watch.random)
+            watch.random = None
+        counts, seen = not self._paused and not _inside_transform(), self._current
+        if counts and _inside_backward():
+            # Activation checkpointing repeats a forward. If the first one was without gradients
+            # (reentrant), it was not observed and this one counts; else it was, and this one does not.
+            unrecorded = self._unrecorded.get(module)
+            counts = bool(unrecorded)
+            seen = unrecorded.pop() if unrecorded else None
+
+        def see(part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
+            state = watch.states.get(part)
+            if counts and state is not None and self._is_seen(state, part, module, product):
+                self._observe(state, seen, inputs, product)
+            return product
+
+        return watch.split(see, module, args, kwargs, output)
+
+    @staticmethod
+    def _is_seen(state: LayerState, part: str, module: nn.Module, product: Tensor) -> bool:
+        if not isinstance(product, Tensor):
+            raise TypeError(
+                f"layer {state.name!r} returned a {type(product).__name__}, not a tensor; say which "
+                "tensor is the product by overriding split() in its kronfac.layers.Layer."
+            )
+        if not product.requires_grad or not state.layer.weight.requires_grad:
+            return False
+        return state.layer.uses(module.get_submodule("out_proj") if part == OUTPUT else module)
+
+    def _remember_random(
+        self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A forward that is done again has to drop the same activations."""
+        if self.due and module.training and torch.is_grad_enabled():
+            first = first_tensor((args, kwargs))
+            watch.random = None if first is None else random_state(first.device)
+
+    def _observe(
+        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...], product: Tensor
+    ) -> None:
+        seen = self.observe_call(state, seen, inputs)
+        if self.options.fisher == "forward":
+            return
+        kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
+        if self.options.sampled:
+            self.edges.append(Edge(state, seen, kept, product))
+        else:
+            watch_product(product, partial(self._backward, state, seen, kept))
+
+    def observe_call(self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]) -> Pass:
+        """Observe the input side of one product and return the pass that it belongs to."""
+        if state.layer.stale():
+            state.reset()
+        first = inputs[0]
+        if seen is None:
+            seen = self._implicit_pass(state, first)
+        with observing(first.device):
+            self._observe_input(state, inputs, seen)
+        return seen
+
+    def observe_traced_call(
+        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]
+    ) -> Pass:
+        """The same for a product in a compiled graph."""
+        self.forward_seen = self.hooks_work = True
+        return self.observe_call(state, seen, inputs)
+
+    def _note_forward(self, module: nn.Module) -> None:
+        """From here on it is settled whether the coming step takes statistics."""
+        if module.training and torch.is_grad_enabled():
+            self.forward_seen = True
+
+    def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
+        if not state.observed:
+            return
+        with self.phases("observe-input", state.name):
+            rows = state.layer.inputs(values)
+            if rows is None:
+                return
+            broadcast = serves_all_samples(state, rows, values[0], seen)
+            if state.block.holds_rows and (broadcast or rows.samples != seen.samples):
+                state.fall_back_to_expand()
+            if state.block.holds_rows:
+                state.pending.hold_input(rows.summed(), rows.positions, seen)
+            else:
+                times = seen.samples if broadcast else 1  # one row for each sample
+                found = state.block.observe_input(rows)
+                state.pending.add_input(
+                    found if times == 1 else {n: x.mul_(times) for n, x in found.items()},
+                    rows.count * times,
+                )
+        if self.listener is not None:
+            self.listener(state, "input")
+
+    def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
+        """Pass of a layer that is called outside the model's forward.
+
+        With as many samples as the latest forward it belongs to that one (a head beside a body);
+        otherwise its n-th call belongs to the n-th such pass.
+        """
+        alone = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())
+        samples = 1 if alone else x.shape[0]
+        if self._latest is not None and self._latest.samples == samples:
+            return self._latest
+        index = state.pending.calls
+        state.pending.calls += 1
+        return self._implicit.setdefault(index, Pass(samples))
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def _backward(self, state: LayerState, seen: Pass, kept: list[Any], grad: Tensor) -> None:
+        if self._paused or state not in self.states or is_batched(grad):
+            return
+        with observing(grad.device):
+            self.observe_output(state, seen, grad, tuple(kept))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            kept.clear()  # the graph, and this hook with it, may live on
+
+    def observe_traced_output(
+        self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor
+    ) -> None:
+        """The gradient of one product's output in a compiled backward."""
+        if self.options.fisher == "empirical":
+            self._backward(state, seen, list(kept), grad)
+        elif self.draw is not None:
+            draw, share = self.draw
+            with observing(grad.device):
+                self.observe_output(state, seen, grad, kept, draw, share, scaled=False)
+
+    def observe_output(
+        self,
+        state: LayerState,
+        seen: Pass,
+        grad: Tensor,
+        kept: tuple[Any, ...],
+        draw: int = 0,
+        share: float = 1.0,
+        scaled: bool = True,
+    ) -> None:
+        """Add the gradient of one product's output.
+
+        ``kept`` are the product's inputs if the layer needs them again. ``share`` is its weight in a
+        mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
+        """
+        self.passes[seen] = None
+        if not state.observed:
+            return
+        with self.phases("observe-output", state.name):
+            if scaled:
+                grad = self._unscale(grad, state.layer.factor_dtype)
+            rows = state.layer.outputs(grad, kept)
+            grouped = rows.samples == seen.samples
+            if serves_all_samples(state, rows, kept[0] if kept else grad, seen):
+                self._sum_output(state, rows, seen, kept, draw, share)
+                return
+            if not grouped and state.layer.unit_wise:
+                state.note = "rows not grouped by sample: each counts as one"
+                rows = state.layer.ungrouped_outputs(grad, kept)
+            elif not grouped and state.block.holds_rows:
+                state.fall_back_to_expand()
+            if state.block.holds_rows and grouped:
+                state.pending.hold_output(rows.summed(), seen, draw, share)
+            else:
+                state.pending.add_output(state.block.observe_output(rows), seen, share)
+        if self.listener is not None:
+            self.listener(state, "output")
+
+    def _sum_output(
+        self,
+        state: LayerState,
+        rows: Rows,
+        seen: Pass,
+        kept: tuple[Any, ...],
+        draw: int,
+        share: float,
+    ) -> None:
+        """Add up the gradient of an input that stands for all samples, until the step."""
+        if not any(one.source == "output" for one in state.block.statistics.values()):
+            return
+        summed = summed_rows(state.layer, rows, kept)
+        if not state.pending.hold_summed(summed, seen, draw, share):
+            state.note = "one input for all samples, of changing size"
+
+    def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Undo a gradient scaler's factor without reading it back."""
+        scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
+        return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
+
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """Take note of a scaler whose factor is already in what this step has observed."""
+        known, self.scaler = self.scaler, scaler
+        if self.options.sampled:
+            return
+        scale, before = (getattr(one, "_scale", None) for one in (scaler, known))
+        if scale is not None:
+            for state in self.states:
+                state.pending.divide_outputs(scale if before is None else scale / before)
+
+    def _notice_cleared_gradients(self) -> None:
+        """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""
+        if self.options.sampled:
+            return  # observe() leaves no gradients behind
+        for state in self.states:
+            if state.pending.has_outputs and state.layer.weight.grad is None:
+                self.clear_outputs()
+                return
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _inside_transform() -> bool:
+    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,0 +1,77 @@
+"""Short measurements of the network and of one rank's speed, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kronfac.distributed.comm.process_group import World
+from kronfac.placement.costs import Compute, Link
+
+#: Bytes of the message that measures bandwidth.
+PROBE_BYTES = 2**19
+#: Width of the matrices that measure speed.
+PROBE_WIDTH = 256
+
+#: What was measured, by process group: optimizers on the same ranks plan by the same numbers.
+_links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+_speeds: WeakKeyDictionary[Any, Compute] = WeakKeyDictionary()
+
+
+def measure_link(world: World) -> Link:
+    """Latency and time per byte of messages among all ranks; measured once."""
+    if world.parent not in _links:
+        _links[world.parent] = _measure_link(world)
+    return _links[world.parent]
+
+
+def measure_compute(world: World) -> Compute:
+    """Speed of decompositions and of products, all ranks working at once; measured once."""
+    if world.parent not in _speeds:
+        _speeds[world.parent] = _measure_compute(world)
+    return _speeds[world.parent]
+
+
+def _measure_link(world: World, repeat: int = 5) -> Link:
+    """From small and large all-reduces."""
+    if world.size == 1:
+        return Link(0.0, 0.0)
+    small = torch.zeros(1, device=world.device)
+    large = torch.zeros(PROBE_BYTES // 4, device=world.device)
+
+    def send(flat: torch.Tensor) -> float:
+        return _seconds(lambda: world.all.all_reduce("control", flat).wait(), world, repeat)
+
+    seconds = [send(small), send(large)]
+    latency, whole = (t / world.size for t in world.total(seconds).tolist())
+    sent = PROBE_BYTES * 2 * (world.size - 1) / world.size
+    return Link(latency, max(whole - latency, 1e-9) / sent)
+
+
+def _measure_compute(world: World, repeat: int = 5) -> Compute:
+    matrix = torch.eye(PROBE_WIDTH, device=world.device) + 1e-3
+    solve = _seconds(lambda: torch.linalg.eigh(matrix), world, repeat)
+    product = _seconds(lambda: matrix @ matrix, world, repeat)
+    solve, product = (t / world.size for t in world.total([solve, product]).tolist())
+    cube = PROBE_WIDTH**3
+    return Compute(9 * cube / solve, 2 * cube / product)
+
+
+def _seconds(work: Callable[[], object], world: World, repeat: int) -> float:
+    times = []
+    for attempt in range(repeat + 1):
+        started = _now(world.device)
+        work()
+        if attempt:  # the first one warms up
+            times.append(_now(world.device) - started)
+    return min(times)  # other work on the machine only ever adds
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    return time.perf_counter()

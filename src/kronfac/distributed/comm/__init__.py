@@ -1,0 +1,1 @@
+"""Messages between ranks: process groups, collectives, buckets and their traffic."""

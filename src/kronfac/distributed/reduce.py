@@ -1,0 +1,219 @@
+"""One round of statistics: what each rank has observed since the last one is added up.
+
+Every rank keeps decayed sums of its own. A round adds them at the ranks that need them; afterwards one
+rank, the keeper, holds the whole sum and the others hold nothing, so that at any time the sum over ranks
+is the statistic of all data. On refresh steps tensors leave while the model is still running; what has
+left is a copy, and if any rank observes more of it before the step, all of them repeat the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kronfac.distributed.comm.buckets import Reduction, make_buckets
+from kronfac.distributed.comm.flat import Item
+from kronfac.state.layer_state import LayerState
+from kronfac.statistics.pending import Normaliser, Pass, new_count
+
+if TYPE_CHECKING:
+    from kronfac.distributed.coordinator import Team
+
+
+#: With staggered refreshes layers travel in other company each time; so many buckets are kept.
+MAX_LAYOUTS = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank had observed of a statistic when it left."""
+
+    generation: int
+    version: int
+    passes: tuple[Pass, ...]
+
+
+@dataclass
+class Moment:
+    """How statistics are folded at the coming step."""
+
+    decay: float
+    passes: Mapping[Pass, Any]
+    #: ``None`` as long as it is not known what the loss is divided by.
+    normaliser: Callable[[], Normaliser | None]
+
+
+class Round:
+    """The statistics of some layers, on their way."""
+
+    def __init__(self, team: Team, states: Sequence[LayerState]) -> None:
+        self.team = team
+        self.states = list(states)
+        self.sources = {
+            team.key(state, name): (state, name) for state in states for name in state.running
+        }
+        self.gathered = [
+            key
+            for key, (state, name) in self.sources.items()
+            if state.running[name].statistic.combine == "gather"
+        ]
+        self._sent: dict[str, Seen] = {}
+        self._waiting: list[str] = []
+        self.counts: dict[str, float] = {}
+        self.outlines: dict[str, Tensor] = {}
+        groups = team.plan.grouped([key for key in self.sources if key not in self.gathered])
+        items = tuple(tuple(self._item(key) for key in group) for group in groups)
+        if items not in team.buckets:
+            if len(team.buckets) >= MAX_LAYOUTS:
+                team.buckets.clear()
+            wire = team.settings.wire_dtype
+            team.buckets[items] = make_buckets(items, team.early, wire)
+        self.reduction = Reduction(team.buckets[items])
+
+    def _item(self, key: str) -> Item:
+        state, name = self.sources[key]
+        statistic = state.running[name].statistic
+        weight = state.layer.weight
+        return Item(
+            key,
+            statistic.shape,
+            state.layer.factor_dtype,
+            weight.device,
+            statistic.symmetric and self.team.settings.triangles,
+            self.team.root(state, name),
+        )
+
+    # --- before the step ------------------------------------------------------------------------
+
+    def observed(self, state: LayerState, source: str, moment: Moment) -> None:
+        """Send off statistics of which everything has been observed, going by earlier steps."""
+        if state.block.holds_rows:
+            return
+        version = state.pending.versions[source]
+        for name, running in state.running.items():
+            key = self.team.key(state, name)
+            if running.statistic.source != source or key not in self.sources:
+                continue
+            if self.team.plan.calls.get(key) == version and key not in (
+                *self._sent,
+                *self.gathered,
+            ):
+                self._waiting.append(key)
+        normaliser = moment.normaliser()
+        for key in list(self._waiting):
+            state, name = self.sources[key]
+            source = state.running[name].statistic.source
+            if source == "output" and normaliser is None:
+                continue
+            with torch.profiler.record_function("kronfac.reduce.send"):
+                self.reduction.offer(key, _folded(state, name, moment.decay, normaliser))
+            self._sent[key] = _seen(state, source, moment.passes)
+            self._waiting.remove(key)
+
+    def is_stale(self, passes: Mapping[Pass, Any]) -> bool:
+        """Whether more has been observed of something that has left."""
+        return any(
+            _seen(state, state.running[name].statistic.source, passes) != self._sent[key]
+            for key, (state, name) in self.sources.items()
+            if key in self._sent and self.reduction.has_left(key)
+        )
+
+    # --- at the step ----------------------------------------------------------------------------
+
+    def finish(self, stale: bool) -> Iterator[Mapping[str, Tensor]]:
+        """Send off the rest and return the sums that belong to this rank, as they arrive.
+
+        Counts and outlines of all statistics are known when this returns.
+        """
+        self.reduction.complete(self._sum)
+        header = self._header(stale)
+        if header:  # some rank has observed more than it had sent
+            self.reduction.restart()
+            self.reduction.complete(self._sum)
+        return self._arrivals()
+
+    def _sum(self, key: str) -> Tensor | None:
+        state, name = self.sources[key]
+        return state.running[name].sum
+
+    def _header(self, stale: bool) -> bool:
+        """Add up counts and outlines, and agree whether what has left is complete."""
+        world = self.team.world
+        numbers = [torch.tensor([float(stale)], dtype=torch.float64, device=world.device)]
+        sizes: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
+        for key, (state, name) in self.sources.items():
+            running, block = state.running[name], state.block
+            count = new_count(0.0, world.device) if running.count is None else running.count
+            numbers.append(count.to(world.device, numbers[0].dtype).reshape(1))
+            numbers.append(torch.full_like(numbers[0], float(running.fresh)))
+            shape = block.outline_shapes.get(name)
+            if shape is None:
+                continue
+            outline = None if running.sum is None else block.outline(name, running.sum)
+            values = torch.zeros(shape, device=world.device) if outline is None else outline
+            sizes[key] = [(name, values.numel(), tuple(shape))]
+            numbers.append(values.to(world.device, numbers[0].dtype).reshape(-1))
+        total = world.total(torch.cat(numbers))
+        found: list[float] = total.tolist()  # the host waits, as it does for any refresh
+        position = 1
+        for key, (state, name) in self.sources.items():
+            self.counts[key] = found[position]
+            state.running[name].agree(found[position], fresh=found[position + 1] > 0)
+            position += 2
+            for _, length, shape in sizes.get(key, []):
+                values = total[position : position + length].reshape(shape)
+                mean = values / max(self.counts[key], torch.finfo(torch.float64).tiny)
+                dtype, device = state.layer.factor_dtype, state.layer.weight.device
+                self.outlines[key] = mean.to(device, dtype)
+                position += length
+        return found[0] > 0
+
+    def _arrivals(self) -> Iterator[Mapping[str, Tensor]]:
+        gathered = {key: self._gather(key) for key in self.gathered}
+        if gathered:
+            yield gathered
+        yield from self.reduction.arrivals()
+
+    def _gather(self, key: str) -> Tensor:
+        """Rows of all ranks, side by side."""
+        state, name = self.sources[key]
+        rows, world = state.running[name].sum, self.team.world
+        statistic = state.running[name].statistic
+        if rows is None:
+            shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
+            weight = state.layer.weight
+            rows = torch.zeros(shape, dtype=state.layer.factor_dtype, device=weight.device)
+        here = [0.0] * world.size
+        here[world.rank] = float(rows.shape[-2])
+        counts = [int(n) for n in world.total(here).tolist()]
+        return world.all.gather("reduce", rows, counts) if max(counts) else rows
+
+    def settle(self, sums: Mapping[str, Tensor]) -> None:
+        """Leave each statistic with its keeper."""
+        for key, (state, name) in self.sources.items():
+            running = state.running[name]
+            if self.counts[key] > 0 and state.keeps(name):
+                running.sum = sums[key]
+                running.count = new_count(self.counts[key], state.layer.weight.device)
+            else:
+                running.sum = running.count = None
+
+
+def _folded(
+    state: LayerState, name: str, decay: float, normaliser: Normaliser | None
+) -> Tensor | None:
+    """What the running sum will be at the step if nothing more is observed."""
+    faded = state.running[name].faded(decay)
+    found = state.pending.contribution(name, normaliser)
+    if found is None or faded is None:
+        return faded if found is None else found[0]
+    return faded.add_(found[0])
+
+
+def _seen(state: LayerState, source: str, passes: Mapping[Pass, Any]) -> Seen:
+    which = tuple(passes) if source == "output" else ()
+    return Seen(state.pending.generations[source], state.pending.versions[source], which)

@@ -1,0 +1,199 @@
+"""Solving over ranks: each part where it was placed, as soon as its statistics are there.
+
+Solutions leave as soon as they are ready. All ranks then agree on the outcome for every layer before any
+of them takes a new solution into use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kronfac.distributed.comm.broadcast import Parcel, make_parcels
+from kronfac.distributed.comm.buckets import Bucket
+from kronfac.distributed.comm.flat import Item
+from kronfac.state.layer_state import LayerState
+
+if TYPE_CHECKING:
+    from kronfac.distributed.coordinator import Team
+
+#: A layer, and the name of a part of its solution.
+Work = tuple[LayerState, str]
+
+
+class Solving:
+    """One refresh of some layers, seen from one rank."""
+
+    def __init__(self, team: Team, due: Sequence[LayerState], damping: float) -> None:
+        self.team = team
+        self.due = list(due)
+        self.damping = damping
+        self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
+        self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
+        self.missing = dict.fromkeys(due, False)
+        self.failed = dict.fromkeys(due, False)
+        self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
+        self._messages: list[Parcel | Bucket] = []
+
+    def run(
+        self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]
+    ) -> dict[LayerState, dict[str, Tensor] | None]:
+        """Solve stage by stage, each when its statistics have arrived.
+
+        Returns solutions by layer: empty where this rank holds none, ``None`` where no solution could be
+        found. Layers without statistics are left out.
+        """
+        phases = self.team.phases
+        for stage in stages:
+            with phases("reduce"):
+                next(arrivals, None)
+            self._solve_stage(stage)
+        for _ in arrivals:
+            pass
+        with phases("share"):
+            return self._agree()
+
+    def _solve_stage(self, stage: Sequence[Work]) -> None:
+        """Solve what is to be solved here, and send and receive what belongs to this column."""
+        team, phases = self.team, self.team.phases
+        ours = [(state, part) for state, part in stage if team.works_on(state)]
+        divided, owned = [], []
+        for state, part in ours:
+            task = team.task(state, part)
+            if task.split:
+                divided.append((state, part))
+            elif task.rank is None:
+                with phases("refresh", state.name):
+                    self._keep(state, self._solve(state, part))
+            else:
+                owned.append((state, part, task.rank))
+        wire = team.settings.wire_dtype
+        for state, part in divided:
+            items = self._items(state, part, None)
+            with phases("refresh", state.name):
+                summand = self._solve_share(state, part)
+            with phases("share"):
+                for item in items:
+                    bucket = Bucket([item], team.column, wire, phase="share")
+                    bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
+                    bucket.launch()
+                    self._messages.append(bucket)
+        found: dict[Work, dict[str, Tensor] | None] = {}
+        for state, part, rank in owned:
+            if rank == team.world.rank:
+                with phases("refresh", state.name):
+                    found[state, part] = self._solve(state, part)
+        if team.column.size == 1:
+            for (state, _), solution in found.items():
+                self._keep(state, solution)
+            return
+        with phases("share"):
+            self._send(owned, found, wire)
+
+    def _send(
+        self,
+        owned: Sequence[tuple[LayerState, str, int]],
+        found: Mapping[Work, dict[str, Tensor] | None],
+        wire: torch.dtype | None,
+    ) -> None:
+        items = [item for state, part, rank in owned for item in self._items(state, part, rank)]
+        values: dict[str, Tensor] = {}
+        for (state, _), solution in found.items():
+            if solution is None:
+                self.failed[state] = True
+            for name, value in (solution or {}).items():
+                values[self.team.key(state, name)] = value
+        for parcel in make_parcels(items, self.team.column, "share", wire):
+            if parcel.mine:
+                for key in parcel.keys:
+                    parcel.put(key, values.get(key))
+            parcel.launch()
+            self._messages.append(parcel)
+
+    def _items(self, state: LayerState, part: str, root: int | None) -> list[Item]:
+        block, weight = state.block, state.layer.weight
+        found = []
+        for name in block.parts[part].solution:
+            shape = tuple(n or 0 for n in block.solution_shapes[name])
+            symmetric = name in block.symmetric_solutions and self.team.settings.triangles
+            key = self.team.key(state, name)
+            dtype = state.layer.factor_dtype
+            found.append(Item(key, shape, dtype, weight.device, symmetric, root))
+        return found
+
+    # --- one part -------------------------------------------------------------------------------
+
+    def _ready(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
+        means = self.means[state]
+        names = state.block.parts[part].statistics
+        if self.missing[state] or any(name not in means for name in names):
+            self.missing[state] = True
+            return None
+        return {name: means[name] for name in names}
+
+    def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
+        means = self._ready(state, part)
+        if means is None:
+            return None
+        return state.block.solve(part, means, self.outlines[state], self.damping)
+
+    def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
+        """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""
+        ranks, rank = self.team.solvers(state, part), self.team.world.rank
+        if rank not in ranks:
+            return None
+        means = self._ready(state, part)
+        if means is None:
+            return None
+        solution = state.block.solve_share(
+            part, means, self.outlines[state], self.damping, ranks.index(rank), len(ranks)
+        )
+        self.failed[state] |= solution is None
+        return solution
+
+    def _keep(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
+        if solution is None:
+            self.failed[state] = True
+        else:
+            self._local[state] |= solution
+
+    # --- the outcome ----------------------------------------------------------------------------
+
+    def _agree(self) -> dict[LayerState, dict[str, Tensor] | None]:
+        """Take a solution only if every part of it was found, wherever it was solved."""
+        flags = [float(self.missing[state]) for state in self.due]
+        flags += [float(self.failed[state] and not self.missing[state]) for state in self.due]
+        total = self.team.world.total(flags).tolist()
+        arrived = self._arrived()
+        outcome: dict[LayerState, dict[str, Tensor] | None] = {}
+        for index, state in enumerate(self.due):
+            missing, failed = total[index], total[index + len(self.due)]
+            if missing:
+                continue
+            if failed:
+                outcome[state] = None
+            elif self.team.works_on(state):
+                names = state.block.solution_shapes
+                keys = {name: self.team.key(state, name) for name in names}
+                own = self._local[state]
+                outcome[state] = {
+                    name: arrived[key] if key in arrived else own[name]
+                    for name, key in keys.items()
+                }
+            else:
+                outcome[state] = {}
+        return outcome
+
+    def _arrived(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for message in self._messages:
+            message.wait()
+            found |= {key: message.flat.take(key) for key in message.keys}
+        return found
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,141 @@
+"""Which layers are preconditioned, and why every other parameter is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from kronfac.layers import Layer, find_layers
+from kronfac.options.config import Pattern
+
+#: Says why a layer is not wanted, or nothing.
+Refusal = Callable[[Layer], str | None]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Step through wrappers such as DistributedDataParallel: nothing of their own, one child."""
+    while True:
+        children = dict(model.named_children())
+        inner = children.get("module", children.get("_orig_mod"))
+        own = next(model.named_parameters(recurse=False), None)
+        if inner is None or len(children) > 1 or own is not None:
+            return model
+        model = inner
+
+
+def outermost(model: nn.Module) -> list[nn.Module]:
+    """Return the model and, inside it, each module that holds all of its parameters.
+
+    A trainer's module may never be called itself: its training step calls ``self.net``, which then is
+    the outermost forward. The inside of a compiled module is left alone.
+    """
+    found = [model]
+    while next(model.named_parameters(recurse=False), None) is None:
+        holders = [m for m in model.children() if next(m.parameters(), None) is not None]
+        if len(holders) != 1 or hasattr(model, "_orig_mod"):
+            break
+        model = holders[0]
+        found.append(model)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """Remove what ``torch.compile`` puts into the names of compiled submodules."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def matches(name: str, module: nn.Module, patterns: tuple[Pattern, ...]) -> bool:
+    """Whether a module's name or type is among the patterns."""
+    return any(
+        fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern)
+        for pattern in patterns
+    )
+
+
+class Selection:
+    """The layers of a model that can and shall be preconditioned, and reasons for the rest.
+
+    ``layers`` maps each layer to further modules that use the same weight; ``reasons`` maps names of
+    parameters to half a sentence; ``notes`` maps names of layers to one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: tuple[Pattern, ...],
+        exclude: tuple[Pattern, ...],
+        refuse: Refusal = lambda layer: None,
+    ) -> None:
+        self.include, self.exclude, self.refuse = include, exclude, refuse
+        self.layers: dict[Layer, list[nn.Module]] = {}
+        self.reasons: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self._owners: dict[tuple[nn.Parameter, str], Layer] = {}
+        model = unwrap(model)
+        modules = [(plain_name(name), module) for name, module in model.named_modules()]
+        for pattern in (*include, *exclude):
+            if isinstance(pattern, str) and not any(
+                fnmatchcase(name, pattern) for name, _ in modules
+            ):
+                raise ValueError(
+                    f"the pattern {pattern!r} in include or exclude matches no module; names look "
+                    f"like {modules[-1][0]!r}."
+                )
+        for name, module in modules:
+            self._consider(name, module)
+        taken = {p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            name = plain_name(name)
+            if parameter in taken and self.reasons.pop(name, None) is not None:
+                self._note_other_role(name, parameter)
+
+    def _consider(self, name: str, module: nn.Module) -> None:
+        found = self._layers_or_reason(name, module)
+        used: set[nn.Parameter] = set()
+        reason = (
+            found if isinstance(found, str) else f"{type(module).__name__} does not multiply by it"
+        )
+        for layer in [] if isinstance(found, str) else found:
+            obstacle = self._take(layer, module)
+            if obstacle is None:
+                used.update(p for p in (layer.weight, layer.bias) if p is not None)
+            else:
+                reason = obstacle
+        for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
+            if parameter not in used:
+                self.reasons[parameter_name] = reason
+
+    def _take(self, layer: Layer, module: nn.Module) -> str | None:
+        """Select a layer, or say why not."""
+        obstacle = self.refuse(layer)
+        if obstacle is not None:
+            return obstacle
+        owner = self._owners.get(layer.key)
+        if owner is not None and type(owner) is type(layer) and owner.bias is layer.bias:
+            if owner.geometry == layer.geometry:
+                self.layers[owner].append(module)
+                return None
+            return f"its weight is that of {owner.name!r}, whose rows are others"
+        if owner is not None and (layer.picks_columns or not owner.picks_columns):
+            return f"its weight is that of {owner.name!r}"
+        if owner is not None:  # an embedding that is tied to a matrix: the matrix has the curvature
+            del self.layers[owner]
+            self.reasons[f"{owner.name}.{owner.weight_name}"] = "tied"
+        self._owners[layer.key] = layer
+        self.layers[layer] = []
+        return None
+
+    def _note_other_role(self, name: str, parameter: nn.Parameter) -> None:
+        """Say that a weight is used elsewhere in a way whose curvature is not observed."""
+        for owner in self.layers:
+            if owner.weight is parameter:
+                self.notes[owner.name] = f"also used as {name}, which is not observed"
+
+    def _layers_or_reason(self, name: str, module: nn.Module) -> list[Layer] | str:
+        if self.include and not matches(name, module, self.include):
+            return "not in include"
+        if matches(name, module, self.exclude):
+            return "in exclude"
+        return find_layers(name, module)

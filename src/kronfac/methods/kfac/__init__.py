@@ -1,0 +1,1 @@
+"""K-FAC (Martens & Grosse 2015), and the unit-wise Fisher of norm layers."""

@@ -1,0 +1,312 @@
+"""K-FAC: the Fisher block of a layer is ``G ⊗ A`` (Martens & Grosse 2015, Grosse & Martens 2016).
+
+``A`` is the second moment of the layer's input rows and ``G`` that of its output gradients. A side is
+kept *dense*, as its *diagonal* when it is wider than ``max_dim``, or not at all (the *identity*).
+The rows of an embedding are one-hot, so that its ``A`` is diagonal; tokens that the statistics have
+not seen pass their raw gradient, since ``1/γ`` would multiply it a thousandfold.
+
+Eigen form, with ``A = Q_A v_A Q_Aᵀ`` and ``G = Q_G v_G Q_Gᵀ``:
+    ``P = Q_G [(Q_Gᵀ V Q_A) / (v_G v_Aᵀ + γ)] Q_Aᵀ``, which is ``(G ⊗ A + γI)⁻¹ vec(V)``.
+Inverse form (Cholesky, Newton-Schulz), with ``π² = (tr A/d_A)/(tr G/d_G)``:
+    ``P = (G + √γ/π)⁻¹ V (A + π√γ)⁻¹``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kronfac.layers.rows import Rows
+from kronfac.linalg.solve import (
+    cholesky_inverse,
+    cholesky_inverse_share,
+    eigen,
+    newton_schulz_inverse,
+)
+from kronfac.protocol.block import Block, Cost, Part, Statistic, Tensors, bytes_of
+
+Form = Literal["dense", "diagonal", "identity"]
+Solver = Literal["eigen", "cholesky", "newton-schulz"]
+
+#: Widest side that ``solver="auto"`` decomposes; beyond it Cholesky is about four times cheaper.
+EIGEN_MAX_WIDTH = 2048
+
+
+def choose_solver(width: int) -> Solver:
+    """Resolve ``solver="auto"`` from the widest dense side of a layer."""
+    return "eigen" if width <= EIGEN_MAX_WIDTH else "cholesky"
+
+
+class KFACBlock(Block):
+    """The Kronecker-factored curvature of one layer."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        solver: Literal["auto", "eigen", "cholesky", "newton-schulz"],
+        max_dim: int,
+        output_factor: bool,
+        per_sample: bool,
+        picks_columns: bool = False,
+        power: float = 1.0,
+    ) -> None:
+        *batch, d_out, d_in = shape
+        self.shape = shape
+        self.dtype = dtype
+        self.power = power
+        self.holds_rows = per_sample
+        self.picks_columns = picks_columns
+        dense_input = d_in <= max_dim and not picks_columns
+        self.forms: dict[str, Form] = {"A": "dense" if dense_input else "diagonal"}
+        self.forms["G"] = "dense" if d_out <= max_dim else "diagonal"
+        if not output_factor:
+            self.forms["G"] = "identity"
+        self.widths = {"A": d_in, "G": d_out}
+        dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
+        self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
+        self.undamped = self.solver == "eigen"
+        marks = {"diagonal": " diag", "identity": " = I"}
+        forms = [f"{side}{marks[form]}" for side, form in self.forms.items() if form in marks]
+        self.label = ", ".join([self.solver, *forms])
+        self.statistics = {}
+        self.solution_shapes = {}
+        for side, form in self.forms.items():
+            if form == "identity":
+                continue
+            vector = (*batch, self.widths[side])
+            matrix = (*vector, self.widths[side])
+            self.statistics[side] = Statistic(
+                shape=matrix if form == "dense" else vector,
+                source="input" if side == "A" else "output",
+                degree=0 if side == "A" else 2,
+                symmetric=form == "dense",
+                occurrences=side == "A" and picks_columns,
+            )
+            if self.solver == "eigen":
+                self.solution_shapes[f"{side}.values"] = vector
+                if form == "dense":
+                    self.solution_shapes[f"{side}.vectors"] = matrix
+            else:
+                self.solution_shapes[f"{side}.inverse"] = matrix if form == "dense" else vector
+        self.symmetric_solutions = frozenset(
+            f"{side}.inverse" for side, form in self.forms.items() if form == "dense"
+        )
+
+    # --- observing ------------------------------------------------------------------------------
+
+    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+        """See :meth:`Block.observe_input`."""
+        return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
+
+    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+        """See :meth:`Block.observe_output`."""
+        if self.forms["G"] == "identity":
+            return {}
+        return {"G": outputs.covariance() if self.forms["G"] == "dense" else outputs.squares()}
+
+    # --- solving --------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """See :attr:`Block.parts`: one for each side that is kept."""
+        parts = {}
+        for side in self.statistics:
+            dense = self.forms[side] == "dense"
+            divisible = dense and self.solver == "cholesky"
+            parts[side] = Part(
+                statistics=(side,),
+                solution=tuple(name for name in self.solution_shapes if name[0] == side),
+                flops=self._cubes(side) if dense else math.prod(self.statistics[side].shape),
+                # A Cholesky factor takes a third of the operations of the inverse.
+                shared_flops=self._cubes(side) // 3 if divisible else None,
+            )
+        return parts
+
+    @property
+    def outline_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See :attr:`Block.outline_shapes`."""
+        return {} if self.solver == "eigen" else dict.fromkeys(self.statistics, self.shape[:-2])
+
+    def outline(self, name: str, value: Tensor) -> Tensor | None:
+        """See :meth:`Block.outline`: the mean eigenvalue ``[*b]``, by which damping is split."""
+        if self.solver == "eigen":
+            return None
+        dense = self.forms[name] == "dense"
+        return (value.diagonal(dim1=-2, dim2=-1) if dense else value).mean(-1)
+
+    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
+        """See :meth:`Block.refresh`."""
+        outlined = {side: self.outline(side, mean) for side, mean in means.items()}
+        outlines = {side: outline for side, outline in outlined.items() if outline is not None}
+        solution: dict[str, Tensor] = {}
+        for side in self.statistics:
+            solved = self.solve(side, means, outlines, damping)
+            if solved is None:
+                return None
+            solution |= solved
+        return solution
+
+    def solve(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float
+    ) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve`."""
+        if self.solver == "eigen":
+            return self._decompose(part, means[part])
+        return self._invert(part, means[part], outlines, damping)
+
+    def solve_share(
+        self, part: str, means: Tensors, outlines: Tensors, damping: float, index: int, of: int
+    ) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve_share`."""
+        if self.parts[part].shared_flops is None:
+            return super().solve_share(part, means, outlines, damping, index, of)
+        return self._invert(part, means[part], outlines, damping, (index, of))
+
+    def _decompose(self, side: str, mean: Tensor) -> dict[str, Tensor] | None:
+        if self.forms[side] == "diagonal":
+            return {f"{side}.values": mean.clamp(min=0)}
+        solved = eigen(mean)
+        if solved is None:
+            return None
+        return {f"{side}.vectors": solved[0], f"{side}.values": solved[1]}
+
+    def _invert(
+        self,
+        side: str,
+        mean: Tensor,
+        outlines: Tensors,
+        damping: float,
+        share: tuple[int, int] | None = None,
+    ) -> dict[str, Tensor] | None:
+        shifts = self._split_damping(outlines, damping)
+        inverse = self._damped_inverse(side, mean, shifts[side], share)
+        if inverse is None:
+            return None
+        if self.forms["G"] == "identity":
+            scale = (1 / (1 + shifts["G"]))[..., None]
+            inverse = inverse * (scale[..., None] if self.forms["A"] == "dense" else scale)
+        return {f"{side}.inverse": inverse}
+
+    def _damped_inverse(
+        self, side: str, mean: Tensor, shift: Tensor, share: tuple[int, int] | None
+    ) -> Tensor | None:
+        if self.forms[side] == "diagonal":
+            inverse = 1 / (mean + shift[..., None])
+            if side == "A" and self.picks_columns:
+                inverse = inverse.masked_fill(mean == 0, 0)  # marks what was never seen
+            return inverse
+        identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        damped = mean + identity * shift[..., None, None]
+        if share is not None:
+            return cholesky_inverse_share(damped, *share)
+        if self.solver == "cholesky":
+            return cholesky_inverse(damped)
+        return newton_schulz_inverse(damped, shift)
+
+    def _split_damping(self, outlines: Tensors, damping: float) -> dict[str, Tensor]:
+        """``π√γ`` for A and ``√γ/π`` for G; ``√γ`` for both when a trace is zero. ``[*b]`` each."""
+        average_in = outlines["A"]
+        if self.picks_columns:  # each row is one token, however rare tokens are counted
+            average_in = torch.full_like(average_in, 1 / self.widths["A"])
+        average_out = outlines.get("G", torch.ones_like(average_in))
+        ratio = average_in / average_out
+        usable = (average_in > 0) & (average_out > 0) & torch.isfinite(ratio) & (ratio > 0)
+        pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
+        root = math.sqrt(damping)
+        return {"A": pi * root, "G": root / pi}
+
+    # --- applying -------------------------------------------------------------------------------
+
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+        """See :meth:`Block.precondition`."""
+        result = self._apply(solution, gradient, damping)
+        raw = self.raw_columns(solution)
+        return result if raw is None else torch.where(raw[..., None, :], gradient, result)
+
+    @property
+    def signature(self) -> Hashable:
+        """See :attr:`Block.signature`."""
+        forms = tuple(self.forms.values())
+        kind = KFACBlock, self.shape, self.dtype, self.solver, self.power
+        return *kind, forms, self.picks_columns
+
+    def raw_columns(self, solution: Tensors) -> Tensor | None:
+        """See :meth:`Block.raw_columns`."""
+        if not self.picks_columns:
+            return None
+        return solution["A.values" if self.solver == "eigen" else "A.inverse"] == 0
+
+    def _apply(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+        if self.solver != "eigen":
+            inverse = solution["A.inverse"]
+            right = (
+                gradient @ inverse
+                if self.forms["A"] == "dense"
+                else gradient * inverse[..., None, :]
+            )
+            if self.forms["G"] == "identity":
+                return right
+            inverse = solution["G.inverse"]
+            return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = self._turn(solution, gradient) / self._damped(solution, damping)
+        turned = turned if rotate_in is None else turned @ rotate_in.mT
+        return turned if rotate_out is None else rotate_out @ turned
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """See :meth:`Block.quadratic`."""
+        if self.solver != "eigen":
+            return super().quadratic(solution, step)
+        return (self._turn(solution, step).square() * self._eigenvalues(solution)).sum()
+
+    def _turn(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """Express a matrix ``[*b, d_out, d_in]`` in the eigenbasis."""
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = matrix if rotate_out is None else rotate_out.mT @ matrix
+        return turned if rotate_in is None else turned @ rotate_in
+
+    def _damped(self, solution: Tensors, damping: float) -> Tensor:
+        """Eigenvalues of ``(G ⊗ A + γI)ᵖ``, without the power in one pass."""
+        values = solution["A.values"][..., None, :]
+        if self.forms["G"] == "identity":
+            damped = values + damping
+        else:
+            shift = values.new_full((), damping)
+            damped = torch.addcmul(shift, solution["G.values"][..., None], values)
+        return damped if self.power == 1 else damped.pow_(self.power)
+
+    def _eigenvalues(self, solution: Tensors) -> Tensor:
+        """Eigenvalues of ``G ⊗ A`` as a matrix, or as a row that stands for all of them."""
+        values = solution["A.values"][..., None, :]
+        return values if self.forms["G"] == "identity" else solution["G.values"][..., None] * values
+
+    # --- cost -----------------------------------------------------------------------------------
+
+    @property
+    def cost(self) -> Cost:
+        """See :meth:`Block.cost`. An eigendecomposition is counted as ``9d³``, an inverse as ``d³``."""
+        *batch, d_out, d_in = self.shape
+        blocks = math.prod(batch)
+        products = 4 if self.solver == "eigen" else 2
+        refresh = precondition = 0
+        for side, form in self.forms.items():
+            if form == "dense":
+                refresh += self._cubes(side)
+                precondition += products * d_out * d_in * self.widths[side]
+        return Cost(
+            refresh_flops=refresh,
+            precondition_flops=blocks * precondition,
+            statistics_bytes=bytes_of((s.shape for s in self.statistics.values()), self.dtype),
+            solution_bytes=bytes_of(self.solution_shapes.values(), self.dtype),
+        )
+
+    def _cubes(self, side: str) -> int:
+        """Operations to solve a dense side."""
+        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}[self.solver]
+        return math.prod(self.shape[:-2]) * per_cube * self.widths[side] ** 3

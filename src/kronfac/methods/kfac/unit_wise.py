@@ -1,0 +1,87 @@
+"""Unit-wise Fisher of norm layers: a 2 × 2 matrix for each channel's weight and bias (Osawa et al. 2019).
+
+``F_c = N·Σ_n u_n u_nᵀ``, with ``u_n`` a sample's gradient of the channel's weight and bias, summed over
+its positions. Nothing is factored: the step ``(F_c + γI)⁻¹ (∂w_c, ∂b_c)`` is exact, whatever the solver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from kronfac.layers.rows import Rows
+from kronfac.linalg.solve import eigen_2x2
+from kronfac.protocol.block import Block, Cost, Statistic, Tensors, bytes_of
+
+
+class UnitWiseBlock(Block):
+    """The curvature of a norm layer whose gradient is ``[C, 1, k]``, with k = 2, or 1 without a bias."""
+
+    label = "unit-wise"
+    undamped = True
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        per_sample: bool,
+        power: float = 1.0,
+    ) -> None:
+        channels, _, size = shape
+        self.power = power
+        self.shape = shape
+        self.dtype = dtype
+        self.holds_rows = per_sample
+        matrix = (channels, size, size)
+        self.statistics = {"F": Statistic(matrix, source="output", degree=2, symmetric=True)}
+        self.solution_shapes = {"F.values": (channels, size)}
+        if size == 2:
+            self.solution_shapes["F.vectors"] = matrix
+
+    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+        """See :meth:`Block.observe_output`; rows are ``[C, N, 1, k]``."""
+        return {"F": outputs.covariance()}
+
+    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
+        """See :meth:`Block.refresh`."""
+        mean = means["F"]
+        if mean.shape[-1] == 1:
+            return {"F.values": mean[..., 0].clone()}
+        vectors, values = eigen_2x2(mean)
+        return {"F.values": values, "F.vectors": vectors}
+
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+        """See :meth:`Block.precondition`."""
+        values, vectors = solution["F.values"] + damping, solution.get("F.vectors")
+        if self.power != 1:
+            values = values.pow(self.power)
+        if vectors is None:
+            return gradient / values[..., None]
+        turned = (gradient.mT * vectors).sum(-2) / values
+        return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
+
+    @property
+    def signature(self) -> Hashable:
+        """See :attr:`Block.signature`."""
+        return UnitWiseBlock, self.shape, self.dtype, self.power
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """See :meth:`Block.quadratic`."""
+        values, vectors = solution["F.values"], solution.get("F.vectors")
+        turned = step[..., 0, :] if vectors is None else (step.mT * vectors).sum(-2)
+        return (turned.square() * values).sum()
+
+    @property
+    def cost(self) -> Cost:
+        """See :meth:`Block.cost`."""
+        values = math.prod(self.shape)
+        return Cost(
+            refresh_flops=20 * values,
+            precondition_flops=6 * values,
+            statistics_bytes=bytes_of([self.statistics["F"].shape], self.dtype),
+            solution_bytes=bytes_of(self.solution_shapes.values(), self.dtype),
+        )

@@ -1,0 +1,1 @@
+"""The ``torch.optim.Optimizer`` that users hold, whatever the method."""

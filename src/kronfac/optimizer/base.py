@@ -1,0 +1,618 @@
+"""The optimizer that every method shares: a base optimizer behind a preconditioner.
+
+This file is the part that torch, schedulers, scalers and trainers see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from importlib import metadata
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from kronfac.adaptive.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
+from kronfac.adaptive.interval import Interval, StaleInterval, as_given, as_intervals
+from kronfac.capture.grad_scaler import calling_scaler
+from kronfac.capture.hooks import remove_inert_hooks
+from kronfac.capture.outputs import Outputs
+from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.consistency import (
+    check_gradients,
+    check_parameters,
+    described,
+    group_of,
+    shape_of,
+    uses_ddp,
+)
+from kronfac.distributed.coordinator import Team
+from kronfac.distributed.gather_state import gather_state
+from kronfac.distributed.overview import overview
+from kronfac.layers import Layer
+from kronfac.layers.selection import outermost, plain_name, unwrap
+from kronfac.optimizer.base_steps import BaseSteps
+from kronfac.optimizer.closures import Closures
+from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
+from kronfac.optimizer.summary import describe, left_out
+from kronfac.optimizer.trial import Trial
+from kronfac.options.advice import Advice
+from kronfac.options.config import Number, Options, Schedules, check_scaler
+from kronfac.placement.place import Placement
+from kronfac.placement.scheme import Distribute
+from kronfac.protocol.block import Block
+from kronfac.state import state_dict as checkpoint
+from kronfac.state.integrity import check_entries, check_saved
+from kronfac.state.timing import Seconds
+from kronfac.step.pipeline import Preconditioner
+from kronfac.step.validation import (
+    check_base,
+    check_closure,
+    check_curvature,
+    check_join,
+    check_lever,
+    check_model,
+    check_param_group,
+    check_process_group,
+    check_rank,
+    check_ranks,
+    check_stagger,
+    check_tensors,
+)
+
+if dist.is_available():
+    from torch.distributed.algorithms.join import Joinable, JoinHook
+
+    from kronfac.distributed.join import ShadowHook, exchange_gradients, is_joining
+else:
+
+    class Joinable:  # type: ignore[no-redef]
+        """Stands in where torch was built without distributed training."""
+
+
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+class Preconditioned(Optimizer, Joinable, ABC):
+    """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
+
+    ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
+    trainers see nothing unusual. What belongs to us lives in objects of ours and enters ``state_dict()``
+    only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base_optimizer: Optimizer,
+        options: Options,
+        schedules: Schedules,
+        distribute: Distribute | None = None,
+        process_group: Any = None,
+    ) -> None:
+        check_model(model)
+        check_base(base_optimizer)
+        check_process_group(process_group)
+        settings = Distribute() if distribute is None else distribute
+        self._build(model, base_optimizer, options, schedules, settings, process_group)
+        advise_on_arguments(self._advice, self._preconditioner, base_optimizer)
+
+    def _build(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        options: Options,
+        schedules: Schedules,
+        distribute: Distribute,
+        process_group: Any = None,
+    ) -> None:
+        self.model = model
+        self.base = base
+        if dist.is_available():
+            Joinable.__init__(self)
+        self._distribute = distribute
+        #: The members of the process group that was given, if any, and how long its messages may take.
+        self._ranks: list[int] | None = None
+        self._timeout: timedelta | None = None
+        self._compared = False
+        remove_inert_hooks(model)
+        # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
+        Optimizer.__setstate__(self, {})
+        self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
+        self._preconditioner.attach(self.param_groups)
+        for module in outermost(model):
+            self._preconditioner.capture.attach_model(module)
+        enlist(self._preconditioner)
+        self._advice, self._outputs = Advice(), Outputs(outermost(model))
+        self._closures = Closures(self._advice)
+        self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
+        if dist.is_available() and dist.is_initialized():
+            world = World(group_of(model) if process_group is None else process_group)
+            if process_group is not None:
+                self._ranks, self._timeout = world.global_ranks, world.timeout
+            if world.size > 1:
+                self._join(world)
+
+    def _join(self, world: World) -> None:
+        """Share the work out over ranks, after it is clear that they have the same in mind."""
+        ours = self._preconditioner
+        world.check_equal(self._fingerprint())
+        check_ranks(self._distribute.scheme, ours.options.rescale, ours.schedules.get("damping"))
+        team = Team(world, self._distribute, ours.phases)
+        ours.join(team, self.param_groups, reduces_gradients=not uses_ddp(self.model))
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        ours = self._preconditioner
+        return {
+            "version": version("kronfac"),
+            "torch": str(torch.__version__),
+            "method": type(self).__name__,
+            "base optimizer": type(self.base).__name__,
+            "option": described(vars(ours.options)),
+            "hyperparameter": described(ours.schedules.values()),
+            "distribute": repr(self._distribute),
+            "parameter": {name: shape_of(p) for p, name in self._names().items()},
+            "layer": {
+                f"{state.name}{state.layer.part}": f"{state.layer.matrix_shape} {state.block.label}"
+                for state in ours.layers.values()
+            },
+        }
+
+    @abstractmethod
+    def _make_block(self, layer: Layer, per_sample: bool) -> Block:
+        """Return the method's block for one layer."""
+
+    # --- what torch expects of an optimizer -----------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base optimizer's parameter groups."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base optimizer's state."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base optimizer's defaults."""
+        return self.base.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the base optimizer a group of parameters and precondition their layers."""
+        check_param_group(param_group)
+        self.base.add_param_group(param_group)
+        self._preconditioner.attach(self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and the output gradients that were observed with them."""
+        self.base.zero_grad(set_to_none=set_to_none)
+        self._preconditioner.capture.zero_grad()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Run the closure if there is one, precondition the gradients, step the base optimizer.
+
+        :class:`kronfac.LevenbergMarquardt` and ``rescale="quadratic"`` need the closure and run it
+        again on the same random numbers; the loss of the first run is returned, and further runs
+        change neither buffers nor gradients nor statistics.
+        """
+        check_closure(closure)
+        ours = self._preconditioner
+        trial = Trial(ours, self.param_groups, closure)
+        loss = None
+        if closure is not None:
+            loss = self._closures.run(closure, self.param_groups)
+        if ours.capture.due:
+            check_tensors(ours.watched(), self.param_groups)
+            advise_on_step(self._advice, ours, self.base)
+        if ours.is_empty_step(self.param_groups):
+            ours.allocate(self.param_groups)
+            with ours.only_own(), self._base_steps.ours():
+                self.base.step()
+            return loss
+        if ours.team is not None:
+            self._meet(ours.team, active=True)
+        trial.begin(loss)
+        ours.run(self.param_groups)
+        trial.choose_update()
+        self._step_base()
+        trial.judge()
+        self._closures.end_step(self.param_groups)
+        ours.advance()
+        return loss
+
+    def _step_base(self) -> None:
+        ours = self._preconditioner
+        with ours.phases("base"), ours.only_own(), self._base_steps.ours():
+            self.base.step()
+        if ours.ownership is not None:
+            ours.ownership.spread_weights()
+
+    # --- several ranks --------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which rank does what; ``None`` in one process."""
+        team = self._preconditioner.team
+        return None if team is None else team.placement
+
+    def _meet(self, team: Team, active: bool) -> None:
+        """See that all ranks are at the same step, with the same gradients."""
+        ours = self._preconditioner
+        trained = [p for group in self.param_groups for p in group["params"]]
+        separate = ours.ownership is not None and ours.ownership.separate
+        joining = is_joining(self) if active else True
+        if joining:
+            check_join(ours.options.rescale, ours.schedules.get("damping"))
+        if joining and not separate:
+            exchange_gradients(team.world, trained, active)
+        if self._compared:
+            return
+        self._compared = True
+        if separate:
+            check_parameters(team.world, trained)
+        else:
+            check_gradients(team.world, trained)
+
+    @torch.no_grad()
+    def shadow_step(self) -> None:
+        """The step of a rank that has run out of batches."""
+        ours = self._preconditioner
+        if ours.team is None:
+            return
+        ours.capture.clear()
+        if ours.ownership is not None and ours.ownership.separate:
+            self.base.zero_grad()
+        self._meet(ours.team, active=False)
+        ours.run(self.param_groups)
+        self._step_base()
+        ours.advance()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        return ShadowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        return next(self.model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """See :class:`torch.distributed.algorithms.Joinable`."""
+        team = self._preconditioner.team
+        return dist.group.WORLD if team is None else team.world.parent
+
+    def consolidate(self) -> None:
+        """Add up what ranks have observed since the last refresh; all of them call it together.
+
+        Training goes on from the same tensors, so that a state saved afterwards resumes exactly.
+        """
+        self._preconditioner.consolidate()
+
+    def full_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """Return the whole state on rank ``to``, and ``None`` elsewhere; all ranks call it together.
+
+        It is the same for any number of ranks and any scheme, its tensors are on the CPU, and every
+        rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
+        """
+        team = self._preconditioner.team
+        check_rank(to, 1 if team is None else team.world.size)
+        self.consolidate()
+        own = self.state_dict()
+        return own if team is None else gather_state(team.world, own, to)
+
+    # --- hyperparameters that may change --------------------------------------------------------
+
+    @property
+    def damping(self) -> Number | LevenbergMarquardt:
+        """The damping γ as it was given; ``stats()["damping"]`` is its value now."""
+        value = self._get("damping")
+        given: Number | LevenbergMarquardt = (
+            value.rule if isinstance(value, AdaptiveDamping) else value
+        )
+        return given
+
+    @damping.setter
+    def damping(self, value: Number | LevenbergMarquardt) -> None:
+        ours = self._preconditioner
+        check_lever(value, ours.options.rescale)
+        check_curvature(value, ours.layers.values())
+        self._set("damping", as_schedule(value))
+
+    @property
+    def factor_every(self) -> Interval:
+        """Steps between updates of the statistics."""
+        return as_given(self._get("factor_every"))
+
+    @factor_every.setter
+    def factor_every(self, value: Interval) -> None:
+        if isinstance(value, StaleInterval) and value == self.refresh_every:
+            self._set("factor_every", self._get("refresh_every"))
+        else:
+            self._set("factor_every", as_intervals(value, self.refresh_every)[0])
+
+    @property
+    def refresh_every(self) -> Interval:
+        """Steps between renewals of the solutions; ``stats()["refresh_every"]`` is its value now."""
+        return as_given(self._get("refresh_every"))
+
+    @refresh_every.setter
+    def refresh_every(self, value: Interval) -> None:
+        factor, refresh = as_intervals(self.factor_every, value)
+        check_stagger(self._preconditioner.options.stagger, refresh)
+        self._preconditioner.schedules.set("factor_every", factor)
+        self._set("refresh_every", refresh)
+
+    @property
+    def decay(self) -> Number:
+        """Weight of the old statistics at each update."""
+        value: Number = self._get("decay")
+        return value
+
+    @decay.setter
+    def decay(self, value: Number) -> None:
+        self._set("decay", value)
+
+    @property
+    def momentum(self) -> Number:
+        """Heavy ball before preconditioning; it may change if it was not 0 at first."""
+        value: Number = self._get("momentum")
+        return value
+
+    @momentum.setter
+    def momentum(self, value: Number) -> None:
+        if value and not self._preconditioner.options.momentum:
+            raise ValueError(
+                f"momentum={value!r} cannot be set later on an optimizer without it; build it with "
+                "momentum=0.9, for example."
+            )
+        self._set("momentum", value)
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler whose factor is in the gradients that are observed."""
+        return self._preconditioner.capture.scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        check_scaler(scaler)
+        self._preconditioner.capture.scaler = scaler
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
+        scaler = calling_scaler()
+        ownership = self._preconditioner.ownership
+        if scaler is not None and ownership is not None and ownership.separate:
+            raise RuntimeError(
+                "a gradient scaler looks at gradients before they are averaged, so that ranks would "
+                "not skip the same steps: with distribute='layer-parallel', wrap the model in "
+                "DistributedDataParallel to use one."
+            )
+        if scaler is not None and scaler is not self.grad_scaler:
+            self._preconditioner.capture.adopt(scaler)
+        return False
+
+    def _get(self, name: str) -> Any:
+        return self._preconditioner.schedules.get(name)
+
+    def _set(self, name: str, value: Any) -> None:
+        ours = self._preconditioner
+        ours.schedules.set(name, value)
+        ours.reschedule()
+
+    # --- observing ------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        outputs: Tensor,
+        likelihood: str = "categorical",
+        mask: Tensor | None = None,
+        ignore_index: int | None = None,
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Observe the Fisher of the model's own distribution, for ``fisher="mc"`` and ``"exact"``.
+
+        Call it once after each forward pass and before ``backward()``. It does nothing on steps that
+        take no statistics. ``rescale="quadratic"`` needs it as well, with any Fisher.
+
+        Args:
+            outputs: what the likelihood's parameters are, ``[N, ..., C]``: samples first, classes or
+                values last (``outputs.movedim(1, -1)`` for channels-first maps).
+            likelihood: ``"categorical"`` (logits), ``"bernoulli"`` (logits, each value on its own) or
+                ``"gaussian"`` (unit variance, a loss of ``½‖f - y‖²`` per term).
+            mask: one flag per loss term, ``outputs.shape[:-1]``; zero where a term does not count.
+            ignore_index: with it, ``mask`` holds the targets, and terms of this target do not count.
+            samples: draws per term for ``"mc"``.
+            generator: source of randomness; by default one of our own, which checkpoints contain.
+        """
+        self._preconditioner.observer.observe(
+            outputs, likelihood, mask, ignore_index, samples, generator
+        )
+
+    def no_capture(self) -> AbstractContextManager[None]:
+        """Observe nothing inside: for attacks, penalties, teachers and other extra passes."""
+        return self._preconditioner.capture.paused()
+
+    def detach(self) -> None:
+        """Remove every hook; from now on steps are the base optimizer's own."""
+        self._preconditioner.detach()
+        self._outputs.remove()
+        self._base_steps.remove()
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain numbers: what has been done, what went wrong, and what has travelled.
+
+        - ``steps``, ``factor_updates``, ``refreshes``: completed steps, updates of the statistics,
+          solutions that were made (one for each layer);
+        - ``refresh_every``, its value now; ``refresh_lengthened`` and ``refresh_shortened``, what an
+          interval that adapts itself has done;
+        - ``damping``, its value now; ``damping_raised``, ``damping_lowered`` and ``damping_rejected``,
+          what a damping that adapts itself has done;
+        - ``kl_clip_steps``, ``kl_clip_active``: steps with ``rescale="kl-clip"``, and those that it
+          shortened;
+        - ``learning_rate``, ``momentum``: of the last step with ``rescale="quadratic"``, only then;
+        - ``dropped``, ``failures``: by layer, contributions that were not finite and solutions that
+          could not be found; ``without_solution``: layers that pass their raw gradient;
+        - ``bytes``, ``messages``: what this rank took part in sending, by phase: ``reduce`` (statistics),
+          ``share`` (solutions), ``spread`` (gradients or weights), ``rescale`` (norms);
+          ``sent``: bytes that a rank sends for it by the formulas of rings; ``control``: bytes and
+          messages by which ranks agreed;
+        - ``waited``: seconds in which this rank did nothing but wait for statistics.
+        """
+        return self._preconditioner.stats()
+
+    def timed(self) -> AbstractContextManager[Seconds]:
+        """Add up the seconds of each phase of the steps inside; waits for the device.
+
+        It gives seconds by phase, of this rank; their ``layers`` has those of single layers.
+        """
+        return self._preconditioner.phases.timed()
+
+    def summary(self) -> str:
+        """Return the table of layers, and every parameter that is not preconditioned and why.
+
+        With several ranks it also names the scheme and, for each layer, the ranks that solve it:
+        ``0`` for one, ``0,3`` for its two factors, ``0+3`` for a factor that ranks divide among them.
+        """
+        ours = self._preconditioner
+        states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
+        trained = {p for group in self.param_groups for p in group["params"]}
+        others = left_out(ours, self._names(), trained)
+        title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
+        updates = trained if ours.quadratic is not None else set()
+        held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
+        update_bytes = sum(p.numel() * p.element_size() for p in held)
+        ranks = None
+        if ours.team is not None and ours.ownership is not None:
+            ranks = overview(ours.team, ours.ownership, states)
+        remark = self._outputs.remark(ours.options)
+        return describe(title, states, others, update_bytes, ranks, remark)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the base optimizer's state with ours beside it, under ``kronfac.*`` keys."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        ours = self._preconditioner
+        if self.base.state and not ours.clock.step:
+            # Loaders fill what exists. They make it exist by an empty step (see `is_empty_step`), but
+            # not if the base has state from the start, as Adagrad does.
+            ours.allocate(self.param_groups)
+        entries = ours.entries(self._names())
+        plan = ""
+        if ours.team is not None:
+            plan = ours.team.describe()
+            ours.team.warn_if_partial()
+        result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries, plan)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore base optimizer and preconditioner; parameters are matched by name and shape."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        check_saved(state_dict)
+        base, ours = checkpoint.split(state_dict, *self._names_and_shapes())
+        check_entries(ours or {}, expected=ours is not None and bool(self._preconditioner.layers))
+        if ours is None:
+            warnings.warn(
+                "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "
+                "statistics start anew.",
+                stacklevel=2,
+            )
+        self._preconditioner.check_entries(self._names(), ours or {})
+        plan = checkpoint.plan_of(state_dict)
+        self._preconditioner.resume(plan, self.param_groups, self._names(), ours or {})
+        self.base.load_state_dict(base)
+        self._forget_others()
+        self._preconditioner.load_entries(self._names(), ours or {})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _forget_others(self) -> None:
+        """Drop the base optimizer's state of parameters that other ranks step: it would grow old."""
+        ownership = self._preconditioner.ownership
+        if ownership is not None and ownership.active:
+            own = set(ownership.own())
+            for parameter in [p for p in self.base.state if p not in own]:
+                del self.base.state[parameter]
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Plain names of the model's and the base optimizer's parameters."""
+        names = {p: plain_name(name) for name, p in unwrap(self.model).named_parameters()}
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group{number}.param{index}")
+        return names
+
+    def _names_and_shapes(self) -> tuple[list[list[str]], list[list[list[int]]]]:
+        known = self._names()
+        names = [[known[p] for p in group["params"]] for group in self.param_groups]
+        shapes = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
+        return names, shapes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep what pickles and copies need; hooks are made anew by :meth:`__setstate__`."""
+        ours = self._preconditioner
+        return {
+            "model": self.model,
+            "base": self.base,
+            "options": ours.options,
+            "schedules": ours.schedules,
+            "scaler": self.grad_scaler,
+            "detached": ours.detached,
+            "distribute": self._distribute,
+            "ranks": self._ranks,
+            "timeout": self._timeout,
+            "plan": "" if ours.team is None else ours.team.describe(),
+            "entries": ours.entries(self._names()),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Watch the copied model and continue from the copied tensors; all ranks do so together."""
+        settings = (state["options"], state["schedules"], state["distribute"])
+        group = None
+        if state["ranks"] is not None and dist.is_available() and dist.is_initialized():
+            group = dist.new_group(
+                state["ranks"], timeout=state["timeout"], use_local_synchronization=True
+            )
+        self._build(state["model"], state["base"], *settings, group)
+        plan, entries = state["plan"], state["entries"]
+        self._preconditioner.resume(plan, self.param_groups, self._names(), entries)
+        self._preconditioner.load_entries(self._names(), state["entries"])
+        self.grad_scaler = state["scaler"]
+        if state["detached"]:
+            self.detach()

@@ -1,0 +1,190 @@
+"""What a user has hardly meant, seen when an optimizer is built and at its factor steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from kronfac.options.advice import Advice
+from kronfac.options.config import Options, Schedules
+from kronfac.step.pipeline import Preconditioner
+
+Groups = Sequence[Mapping[str, Any]]
+
+#: Preconditioners whose optimizer is still there.
+_LIVE: weakref.WeakSet[Preconditioner] = weakref.WeakSet()
+
+#: The value of ``kl_clip`` that says nothing, as :class:`kronfac.KFAC` has it.
+_KL_CLIP = 1e-3
+
+
+def enlist(ours: Preconditioner) -> None:
+    """Let other optimizers on the same model know of this one, as long as it lives."""
+    _LIVE.add(ours)
+
+
+def advise_on_arguments(advice: Advice, ours: Preconditioner, base: Optimizer) -> None:
+    """Look at what an optimizer was built of."""
+    groups = base.param_groups
+    lazy = _lazy(ours, groups)
+    advice.give("lazy", lazy)
+    if lazy is None:
+        advice.give("nothing", _no_layer(ours, base, groups))
+    advice.give("momentum", _two_momenta(ours, groups))
+    advice.give("nested", _nested(base))
+    advice.give("intervals", _intervals(ours.schedules))
+    for sentence in _without_effect(ours.options, ours.schedules):
+        advice.give(sentence, sentence)
+
+
+def advise_on_step(advice: Advice, ours: Preconditioner, base: Optimizer) -> None:
+    """Look at what may have changed since."""
+    advice.give("intervals", _intervals(ours.schedules))
+    if not advice.knows("twice"):
+        advice.give("twice", _watched_twice(ours, base))
+        advice.skip("twice")  # looking once is enough
+
+
+# --- at construction ----------------------------------------------------------------------------
+
+
+def _no_layer(ours: Preconditioner, base: Optimizer, groups: Groups) -> str | None:
+    """Say why nothing is preconditioned; ``exclude="*"`` says that this is meant."""
+    watched = ours.watched()
+    if any(layer.weight.requires_grad for layer in watched) or "*" in ours.options.exclude:
+        return None
+    trained = {p for group in groups for p in group["params"]}
+    if not any(p in trained for p in ours.model.parameters()):
+        why = "the base optimizer has no parameter of this model: build it with model.parameters()"
+    elif watched:
+        why = f"all layers are frozen, {watched[0].name!r} for example"
+    else:
+        why = _first_reasons(ours.reasons)
+    return (
+        f"no layer of the {type(ours.model).__name__} is preconditioned, so every step is that of "
+        f"{type(base).__name__} alone: {why}. print(optimizer) lists all parameters; exclude='*' says "
+        "that this is meant."
+    )
+
+
+def _first_reasons(reasons: Mapping[str, str], shown: int = 3) -> str:
+    distinct: dict[str, str] = {}
+    for name, reason in reasons.items():
+        distinct.setdefault(reason, name)
+    parts = [f"{name} ({reason})" for reason, name in list(distinct.items())[:shown]]
+    return "; ".join(parts) + ("; ..." if len(distinct) > shown else "") or "it has no parameters"
+
+
+def _lazy(ours: Preconditioner, groups: Groups) -> str | None:
+    trained = {p for group in groups for p in group["params"]}
+    found = [
+        name
+        for name, module in ours.model.named_modules()
+        for p in module.parameters(recurse=False)
+        if isinstance(p, UninitializedParameter) and p in trained
+    ]
+    if not found or "*" in ours.options.exclude:
+        return None
+    names = ", ".join(repr(name or "(model)") for name in dict.fromkeys(found))
+    return (
+        f"layers {names} are lazy and not initialised yet, so they are left to the base optimizer; run "
+        "one forward pass before the optimizer is built."
+    )
+
+
+def _two_momenta(ours: Preconditioner, groups: Groups) -> str | None:
+    """Momentum before and after preconditioning, for the same parameters."""
+    if not ours.options.momentum:
+        return None
+    preconditioned = {p for layer in ours.watched() for p in (layer.weight, layer.bias)}
+    for number, group in enumerate(groups):
+        own = _momentum_of(group)
+        if own is not None and any(p in preconditioned for p in group["params"]):
+            return (
+                f"momentum={ours.options.momentum!r} comes on top of the base optimizer's own ({own} in "
+                f"group {number}), so steps are averaged twice; leave one of the two out."
+            )
+    return None
+
+
+def _momentum_of(group: Mapping[str, Any]) -> str | None:
+    for name in ("momentum", "betas"):
+        value = group.get(name)
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, int | float | Tensor) and bool(first):
+            return f"{name}={value}"
+    return None
+
+
+def _nested(base: Optimizer) -> str | None:
+    inner = getattr(base, "_advice", None)
+    if not isinstance(inner, Advice):
+        return None
+    inner.skip("twice")
+    return (
+        f"the base optimizer is a {type(base).__name__} itself, so gradients are preconditioned twice; "
+        "give the optimizer that it wraps, its .base, instead."
+    )
+
+
+def _without_effect(options: Options, schedules: Schedules) -> Iterable[str]:
+    """Options that ask for something which the others rule out.
+
+    What describes the training (``loss_average``, ``grad_scaler``, ``distribute``) or bounds it
+    (``max_dim``, ``on_missing``) may well find nothing to do.
+    """
+    if options.kl_clip != _KL_CLIP and options.rescale != "kl-clip":
+        yield (
+            f"kl_clip={options.kl_clip!r} has no effect with rescale={options.rescale!r}; give "
+            "rescale='kl-clip' to use it."
+        )
+    if options.stagger and schedules.get("refresh_every") == 1:
+        yield "stagger=True has no effect with refresh_every=1: every layer is refreshed at every step."
+
+
+# --- at a step ----------------------------------------------------------------------------------
+
+
+def _intervals(schedules: Schedules) -> str | None:
+    """Solving old statistics again changes nothing, unless the damping does."""
+    factor, refresh = schedules.get("factor_every"), schedules.get("refresh_every")
+    if callable(factor) or callable(refresh) or callable(schedules.get("damping")):
+        return None
+    if refresh >= factor:
+        return None
+    return (
+        f"refresh_every={refresh} is less than factor_every={factor}, so the same statistics are solved "
+        f"several times; give factor_every={refresh}, or a larger refresh_every."
+    )
+
+
+def _watched_twice(ours: Preconditioner, base: object) -> str | None:
+    """Another optimizer that lives and watches one of our layers."""
+    if _other(ours, base) is None:
+        return None
+    gc.collect()  # one that was replaced may only be waiting to be collected
+    name = _other(ours, base)
+    if name is None:
+        return None
+    return (
+        f"another K-FAC optimizer watches layer {name!r} of this model as well: both observe every "
+        "pass, and the second step would precondition a gradient twice; keep one, and call detach() on "
+        "the other."
+    )
+
+
+def _other(ours: Preconditioner, base: object) -> str | None:
+    inner = getattr(base, "_preconditioner", None)  # K-FAC over K-FAC has a sentence of its own
+    for other in list(_LIVE):
+        if other is ours or other is inner:
+            continue
+        for key, state in ours.layers.items():
+            if key in other.layers:
+                return state.name
+    return None

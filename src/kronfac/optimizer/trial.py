@@ -1,0 +1,176 @@
+"""What a step does with its closure beside running it once.
+
+The quadratic model runs it again before the base optimizer's step, Levenberg-Marquardt damping after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.adaptive.damping import AdaptiveDamping
+from kronfac.optimizer.replay import RandomState, buffers_kept, gradients_kept, gradients_replaced
+from kronfac.rescale.quadratic import Products, QuadraticModel, Vectors, inner
+from kronfac.step.pipeline import ParamGroups, Preconditioner
+
+Closure = Callable[[], Any]
+
+
+class Trial:
+    """One step's further runs of its closure; without need for any it does nothing.
+
+    Made before the closure's first run, whose random numbers the others repeat.
+    """
+
+    def __init__(self, ours: Preconditioner, groups: ParamGroups, closure: Closure | None) -> None:
+        self._ours = ours
+        self._groups = groups
+        self._closure = closure
+        damping = ours.schedules.get("damping")
+        adaptive = isinstance(damping, AdaptiveDamping) and not ours.detached
+        self._model = None if ours.detached else ours.quadratic
+        self._damping = damping if adaptive and damping.due(ours.clock.step) else None
+        self._reason = "rescale='quadratic'" if self._model is not None else ""
+        if adaptive:
+            self._reason = "damping=LevenbergMarquardt(...)"
+        self._loss = math.nan
+        self._gradient: dict[nn.Parameter, Tensor] = {}
+        self._before: dict[nn.Parameter, Tensor] = {}
+        self._random: RandomState | None = None
+        ours.observer.called = False
+        if closure is not None and self._again:
+            self._random = RandomState(p.device for p in self._parameters())
+
+    @property
+    def _again(self) -> bool:
+        return self._model is not None or self._damping is not None
+
+    def begin(self, loss: Any) -> None:
+        """Check that there is what will be needed, and keep what the step overwrites."""
+        if not self._reason:
+            return
+        if self._closure is None:
+            raise RuntimeError(
+                f"{self._reason} evaluates the loss again: call step(closure) with a closure that "
+                "clears the gradients, computes the loss, calls backward() and returns the loss."
+            )
+        if self._model is not None and not self._ours.observer.called:
+            raise RuntimeError(
+                "rescale='quadratic' has observed nothing: call optimizer.observe(outputs, "
+                "likelihood=...) in the closure, between the forward pass and backward()."
+            )
+        if self._damping is not None:
+            self._loss = _number(loss, self._reason)
+        if self._model is not None and any(map(_is_sparse, self._moving())):
+            raise RuntimeError(
+                "rescale='quadratic' cannot write its update into a sparse gradient: build the "
+                "embedding with sparse=False, or choose another rescale."
+            )
+        if self._again:
+            self._gradient = {p: _dense(p.grad) for p in self._moving()}
+        if self._damping is not None:
+            self._before = {p: p.detach().clone() for p in self._gradient}
+
+    def choose_update(self) -> None:
+        """Put the negative update of the quadratic model in place of the gradients."""
+        model = self._model
+        if model is None or not self._gradient:
+            return
+        with self._ours.phases("quadratic"):
+            self._write_update(model)
+
+    def _write_update(self, model: QuadraticModel) -> None:
+        directions = model.directions({p: _dense(p.grad) for p in self._gradient})
+        products = Products(directions, self._ours.options)
+        observer = self._ours.observer
+        observer.products = products
+        try:
+            self._run_again()
+        finally:
+            observer.products = None
+        damping = float(self._ours.schedules.at("damping", self._ours.clock.step))
+        matrix = products.matrix()
+        if self._ours.team is not None:
+            world = self._ours.team.world
+            matrix = world.total(matrix).to(matrix) / world.size
+        update = model.choose(directions, self._gradient, matrix, damping)
+        for parameter, value in update.items():
+            assert parameter.grad is not None
+            parameter.grad.copy_(-value)
+
+    def judge(self) -> None:
+        """Compare what the step did to the loss with what the model foretold, and adapt γ."""
+        if self._damping is None:
+            return
+        change = {p: p.detach() - before for p, before in self._before.items()}
+        if not any(bool(value.any()) for value in change.values()):
+            return  # a learning rate of zero says nothing about the damping
+        with self._ours.phases("damping"):
+            foretold = float(inner(change, self._gradient)) + self._curvature(change) / 2
+            after = _number(self._run_again(), self._reason)
+        verdict = self._damping.judge(self._mean(after - self._loss), foretold)
+        self._ours.count(f"damping_{verdict}")
+
+    def _curvature(self, change: Vectors) -> float:
+        """``δᵀCδ``: exact if the quadratic model knows it, else the blocks' own."""
+        if self._model is not None:
+            return self._model.curvature_along(change)
+        total = 0.0
+        for state in self._ours.layers.values():
+            if not state.works:
+                continue
+            with gradients_replaced({p: change.get(p) for p in state.layer.parameters}):
+                solved = state.solved_at is not None and state.has_gradient
+                if solved and state.solution is not None:
+                    total += float(state.block.quadratic(state.solution, state.layer.gradient()))
+        team = self._ours.team
+        if team is not None:
+            own = torch.tensor(total, dtype=torch.float64, device="cpu")
+            total = float(team.add_up(own, self._ours.model))
+        return total
+
+    def _mean(self, value: float) -> float:
+        """The mean over ranks, each of which has a part of the batch."""
+        team = self._ours.team
+        return value if team is None else float(team.world.total([value])) / team.world.size
+
+    def _run_again(self) -> Any:
+        assert self._closure is not None
+        assert self._random is not None
+        ours = self._ours
+        with (
+            ours.capture.paused(),
+            buffers_kept(ours.model),
+            gradients_kept(self._parameters()),
+            self._random.again(),
+            torch.enable_grad(),
+        ):
+            return self._closure()
+
+    def _moving(self) -> list[nn.Parameter]:
+        """Parameters that the base optimizer will move, by gradients of this step."""
+        trained = [p for group in self._groups for p in group["params"]]
+        return [p for p in trained if p.requires_grad and p.grad is not None]
+
+    def _parameters(self) -> dict[nn.Parameter, None]:
+        trained = [p for group in self._groups for p in group["params"]]
+        return dict.fromkeys([*self._ours.model.parameters(), *trained])
+
+
+def _is_sparse(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.to_dense() if grad.is_sparse else grad.detach().clone()
+
+
+def _number(loss: Any, reason: str) -> float:
+    if loss is None:
+        raise RuntimeError(f"{reason} compares losses, but the closure returned None: return it.")
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)

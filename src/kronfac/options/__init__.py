@@ -1,0 +1,1 @@
+"""What a user can set, checked where it is given, and advice on it."""

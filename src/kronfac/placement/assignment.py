@@ -1,0 +1,127 @@
+"""Who does what: a plan that all ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kronfac.placement.costs import LayerUnit
+from kronfac.placement.grid import Grid
+
+
+@dataclass(frozen=True)
+class Task:
+    """Who solves one part of a layer.
+
+    Args:
+        rank: the one rank that solves it; ``None`` if there is not just one.
+        split: several ranks solve it together, each of them a summand; otherwise, without a rank,
+            every worker of the layer solves all of it.
+        ranks: those that solve it together; none stands for all workers of the layer.
+    """
+
+    rank: int | None = None
+    split: bool = False
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a layer belongs.
+
+    Args:
+        column: the column of the grid whose ranks work on it.
+        tasks: who solves which part.
+    """
+
+    column: int
+    tasks: Mapping[str, Task]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where all layers belong.
+
+    Args:
+        scheme: its name.
+        grid: the ranks.
+        seats: by name of the layer.
+    """
+
+    scheme: str
+    grid: Grid
+    seats: Mapping[str, Seat]
+
+    def workers(self, layer: str) -> tuple[int, ...]:
+        """The ranks that hold a layer's solution and precondition its gradient."""
+        return self.grid.column(self.seats[layer].column)
+
+    def is_worker(self, layer: str, rank: int) -> bool:
+        """Whether a rank is one of them."""
+        return self.grid.column_of(rank) == self.seats[layer].column
+
+    def solvers(self, layer: str, part: str) -> tuple[int, ...]:
+        """The ranks that solve a part: one alone, or several together, or each for itself."""
+        task = self.seats[layer].tasks[part]
+        if task.rank is not None:
+            return (task.rank,)
+        return task.ranks or self.workers(layer)
+
+    def needs(self, layer: LayerUnit, key: str) -> tuple[int, ...] | None:
+        """The ranks that need the sum of a statistic; ``None`` stands for all there are."""
+        parts = [part.name for part in layer.parts if key in part.statistics]
+        tasks = [self.seats[layer.name].tasks[part] for part in parts]
+        by_workers = any(task.rank is None and not task.ranks for task in tasks)
+        if by_workers and self.grid.columns == 1:
+            return None
+        needed = {rank for part in parts for rank in self.solvers(layer.name, part)}
+        several = any(task.rank is None for task in tasks)
+        return None if several and len(needed) == self.grid.size else tuple(sorted(needed))
+
+    def keeper(self, layer: LayerUnit, key: str, index: int) -> int:
+        """The rank that keeps the sum of a statistic.
+
+        It is the one that solves with it. If there are several, ``index``, the statistic's position
+        among all, spreads what is kept over them.
+        """
+        needed = self.needs(layer, key)
+        if not needed:
+            return index % self.grid.size
+        return needed[index % len(needed)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and dicts."""
+        return {
+            "scheme": self.scheme,
+            "size": self.grid.size,
+            "workers": self.grid.workers,
+            "seats": {
+                name: {
+                    "column": seat.column,
+                    "tasks": {
+                        part: {"rank": task.rank, "split": task.split, "ranks": list(task.ranks)}
+                        for part, task in seat.tasks.items()
+                    },
+                }
+                for name, seat in self.seats.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Placement:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            scheme=plain["scheme"],
+            grid=Grid(plain["size"], plain["workers"]),
+            seats={
+                name: Seat(
+                    seat["column"],
+                    {
+                        part: Task(task["rank"], task["split"], tuple(task["ranks"]))
+                        for part, task in seat["tasks"].items()
+                    },
+                )
+                for name, seat in plain["seats"].items()
+            },
+        )

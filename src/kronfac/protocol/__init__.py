@@ -1,0 +1,1 @@
+"""The contract between methods and the engine."""

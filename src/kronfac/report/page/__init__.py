@@ -1,0 +1,1 @@
+"""The report: its sections, tables and pictures on one page."""

@@ -1,0 +1,1 @@
+"""Everything that is kept for a layer, how it is saved, and where time goes."""

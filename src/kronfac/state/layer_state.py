@@ -1,0 +1,140 @@
+"""Everything the optimizer keeps for one layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kronfac.layers import Layer
+from kronfac.protocol.block import Block, bytes_of
+from kronfac.rescale.rules import Rule
+from kronfac.statistics.pending import Pending, Running
+
+_OUTLAST_STATISTICS = (
+    "solution",
+    "solved_at",
+    "last_refresh",
+    "failures",
+    "failures_in_a_row",
+    "momentum",
+)
+
+BlockFactory = Callable[[Layer, bool], Block]
+
+
+class LayerState:
+    """A layer, its block, and the tensors that the block works on."""
+
+    def __init__(
+        self, layer: Layer, make_block: BlockFactory, per_sample: bool, has_momentum: bool
+    ) -> None:
+        self.layer = layer
+        self.has_momentum = has_momentum
+        self.per_sample = (per_sample and not layer.picks_columns) or layer.unit_wise
+        self.fell_back = False
+        self.note = ""
+        self.offset = 0
+        #: Whether this rank observes the layer, and holds its solution.
+        self.observed = self.works = True
+        #: Whether statistics are compared with those of earlier refreshes, which are then kept.
+        self.compares = False
+        #: Whether some of its inputs stand for all samples of a forward, as all ranks have agreed, how
+        #: many numbers the gradients of their rows are, and whether an embedding's tokens are positions.
+        self.broadcast = False
+        self.broadcast_size = 0
+        self.embeds_positions: bool | None = None
+        #: How its step gets its length.
+        self.rule: Rule = "solved"
+        #: Names of the statistics that this rank keeps; ``None`` for all of them.
+        self.kept: frozenset[str] | None = None
+        self._make_block = make_block
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew with the layer's present shape: no statistics, no solution."""
+        self.layer.renew()
+        self.block = self._make_block(self.layer, self.per_sample)
+        self.running = {name: Running(one) for name, one in self.block.statistics.items()}
+        self.pending = Pending(self.block)
+        self.solution: dict[str, Tensor] | None = None
+        self.solved_at: int | None = None
+        self.last_refresh: int | None = None
+        self.has_news = False
+        self.failures = 0
+        self.failures_in_a_row = 0
+        self.momentum: Tensor | None = None
+        self.forget_history()
+
+    def forget_history(self) -> None:
+        """Keep no statistics of earlier refreshes."""
+        #: Those of the last two refreshes, the newest first, and how many of them are true.
+        self.history: dict[str, tuple[Tensor, Tensor]] = {}
+        self.compared = 0
+
+    @property
+    def name(self) -> str:
+        """Full name of the layer's module."""
+        return self.layer.name
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient to work on at this step."""
+        weight = self.layer.weight
+        return weight.requires_grad and weight.grad is not None and not weight.grad.is_sparse
+
+    def forget_solution(self) -> None:
+        """Let it be solved anew at the next step, from the statistics that there are."""
+        self.solution = self.solved_at = self.last_refresh = None
+        self.has_news = True
+
+    def keeps(self, name: str) -> bool:
+        """Whether this rank keeps a statistic between refreshes."""
+        return self.kept is None or name in self.kept
+
+    def fall_back_to_expand(self) -> None:
+        """Give up per-sample rows for a layer whose rows do not group by sample."""
+        self.per_sample = False
+        self.fell_back = True
+        self.note = "expand: rows not grouped by sample"
+        # Statistics are of another kind now; a solution still serves, and other ranks count on it.
+        kept = {name: getattr(self, name) for name in _OUTLAST_STATISTICS}
+        self.reset()
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the statistics that this rank keeps, once they exist."""
+        kept = (one.shape for name, one in self.block.statistics.items() if self.keeps(name))
+        return bytes_of(kept, self.layer.factor_dtype) * (3 if self.compares else 1)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the statistics, solution and momentum that this rank keeps, once they exist."""
+        if not self.works:
+            return self.kept_bytes
+        momentum = math.prod(self.layer.matrix_shape) * self.layer.factor_dtype.itemsize
+        return self.kept_bytes + self.block.cost.solution_bytes + momentum * self.has_momentum
+
+    def allocate(self) -> None:
+        """Make every tensor at its final shape without giving it a meaning."""
+        weight = self.layer.weight
+        dtype, device = self.layer.factor_dtype, weight.device
+        for name, running in self.running.items():
+            if self.keeps(name):
+                running.allocate(dtype, device)
+                if self.compares and running.sum is not None and name not in self.history:
+                    empty = torch.zeros_like(running.sum)
+                    self.history[name] = (empty, empty.clone())
+        if self.solution is None and self.works:
+            self.solution = {
+                name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)
+                for name, shape in self.block.solution_shapes.items()
+            }
+        if self.pending.dropped is None:
+            self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
+        if self.has_momentum and self.momentum is None and self.works:
+            self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)

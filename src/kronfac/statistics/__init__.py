@@ -1,0 +1,1 @@
+"""Running averages, and what has been observed since the last step."""

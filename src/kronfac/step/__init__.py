@@ -1,0 +1,1 @@
+"""One step: reduce, refresh, share, precondition, rescale, spread."""

@@ -1,0 +1,576 @@
+"""The six phases of a step on one model: the only place that knows every other room.
+
+*reduce* statistics, *refresh* solutions, *share* them, *precondition* gradients, *rescale* and *spread*
+them. In one process nothing travels, so that *share* and *spread* are empty; what several ranks do
+together is in :mod:`kronfac.distributed.coordinator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.adaptive.damping import AdaptiveDamping
+from kronfac.adaptive.interval import AdaptiveInterval, compare
+from kronfac.capture import broadcast
+from kronfac.capture.capture import Capture
+from kronfac.capture.sampling import Observer
+from kronfac.capture.unobserved import Missing
+from kronfac.distributed.comm.traffic import Ledger
+from kronfac.distributed.coordinator import Team
+from kronfac.distributed.parameter_owners import Ownership
+from kronfac.distributed.reduce import Moment
+from kronfac.distributed.spread import Spreading
+from kronfac.layers import Layer
+from kronfac.layers.attention import output_projections
+from kronfac.layers.selection import Selection
+from kronfac.options.config import Options, Schedules
+from kronfac.rescale.factors import (
+    Update,
+    kl_clip_factor,
+    kl_clip_sum,
+    orthogonal_steps,
+    own_factors,
+)
+from kronfac.rescale.quadratic import QuadraticModel
+from kronfac.rescale.rules import reads_sequences, refusal, rule_of
+from kronfac.state import state_dict as checkpoint
+from kronfac.state.layer_state import BlockFactory, LayerState
+from kronfac.state.timing import Phases
+from kronfac.statistics.pending import Normaliser
+from kronfac.step.batching import Batches
+from kronfac.step.clipping import clip_gradients
+from kronfac.step.schedule import Clock, spread_offsets
+from kronfac.step.validation import check_curvature, check_lever, check_plain_steps, check_stagger
+
+#: Refreshes of one layer that may fail in a row before training stops.
+MAX_FAILURES = 5
+
+ParamGroups = list[dict[str, Any]]
+
+
+class Preconditioner:
+    """Watches a model and rewrites its gradients in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        schedules: Schedules,
+        make_block: BlockFactory,
+    ) -> None:
+        check_lever(schedules.get("damping"), options.rescale)
+        check_stagger(options.stagger, schedules.get("refresh_every"))
+        self.model = model
+        self.options = options
+        self.schedules = schedules
+        self.make_block = make_block
+        self.clock = Clock(schedules, options.early_refresh)
+        self.phases = Phases()
+        self.capture = Capture(options, self.phases)
+        self.observer = Observer(self.capture, options.fisher)
+        self.quadratic = QuadraticModel() if options.rescale == "quadratic" else None
+        self.layers: dict[tuple[nn.Parameter, str], LayerState] = {}
+        self.reasons: dict[str, str] = {}
+        self.counters: dict[str, int | Tensor] = {}
+        self.detached = False
+        self.team: Team | None = None
+        self.ownership: Ownership | None = None
+        self.spreading: Spreading | None = None
+        #: Whether ranks have agreed on which layers have inputs that stand for all samples.
+        self._agreed = False
+        self._batches = Batches(self.phases)
+        self._missing = Missing(options, self.capture)
+
+    # --- attaching ------------------------------------------------------------------------------
+
+    def attach(self, groups: ParamGroups) -> None:
+        """Watch every selected layer whose weight is trained and that is not watched yet."""
+        if self.detached:
+            return
+        check_plain_steps(self.options.rescale, groups)
+        trained = {p for group in groups for p in group["params"]}
+        options = self.options
+        selection = Selection(
+            self.model, options.include, options.exclude, partial(refusal, options)
+        )
+        self.reasons = selection.reasons
+        hosts = output_projections(self.model)
+        watched: dict[nn.Module, list[LayerState]] = {}
+        for layer, others in selection.layers.items():
+            if layer.key in self.layers or layer.weight not in trained:
+                continue
+            state = LayerState(
+                layer,
+                self.make_block,
+                per_sample=self.options.sharing == "reduce",
+                has_momentum=self.options.momentum > 0,
+            )
+            check_curvature(self.schedules.get("damping"), [state])
+            state.note = selection.notes.get(layer.name, "")
+            state.compares = self._adaptive() is not None
+            self.layers[layer.key] = state
+            for module in (layer.module, *others):
+                for host in hosts.get(module, [module]):
+                    watched.setdefault(host, []).append(state)
+        self._agreed = False
+        sequences = reads_sequences(self.model)
+        for state in self.layers.values():
+            state.rule = rule_of(state.layer, options.rescale, sequences)
+        self._batches.clear()
+        for module, states in watched.items():
+            self.capture.attach_module(module, states)
+        if self.options.stagger:
+            interval = int(self.schedules.at("refresh_every", self.clock.step))
+            states = list(self.layers.values())
+            costs = [state.block.cost.refresh_flops for state in states]
+            for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
+                state.offset = offset
+        if self.team is not None:
+            self._share_out(self.team, groups)
+
+    def join(self, team: Team, groups: ParamGroups, reduces_gradients: bool) -> None:
+        """Share the work out over ranks from now on."""
+        self.team = team
+        self.ownership = Ownership(team, reduces_gradients)
+        self.spreading = Spreading(team)
+        self.capture.listener = team.observed
+        self._share_out(team, groups)
+        self._announce()
+
+    def _share_out(self, team: Team, groups: ParamGroups) -> None:
+        team.attach(
+            list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
+        )
+        if self.ownership is not None and team.owns_parameters:
+            self.ownership.assign(list(self.layers.values()), groups)
+
+    def detach(self) -> None:
+        """Remove every hook and forget all layers, for good."""
+        self.detached = True
+        self.capture.detach()
+        self.layers.clear()
+        self._batches.clear()
+
+    def watched(self) -> list[Layer]:
+        """Every layer that is watched."""
+        return [state.layer for state in self.layers.values()]
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def run(self, groups: ParamGroups) -> None:
+        """Carry out the phases that are due; gradients are preconditioned when it returns."""
+        if self.team is not None:
+            for state in self.layers.values():
+                if state.layer.stale():
+                    state.reset()  # also where this rank has not observed it
+            self.team.agree_on_solutions(list(self.layers.values()))
+        if self.ownership is not None:
+            self.ownership.reduce_gradients()
+        self._clip(groups)
+        taken = self.capture.due
+        if taken:
+            with self.phases("reduce"):
+                try:
+                    self._reduce()
+                finally:
+                    self.capture.clear()  # an error that is caught must not count a batch twice
+        self._refresh(taken)
+        with self.phases("precondition"):
+            updates = self._precondition(groups)
+        with self.phases("rescale"):
+            self._rescale(updates)
+        if self.spreading is not None and self.spreading.team.spreads:
+            with self.phases("spread"):
+                self.spreading.spread([s for s in self.layers.values() if _is_preconditioned(s)])
+
+    def only_own(self) -> AbstractContextManager[None]:
+        """Let the base optimizer step only what this rank owns, where parameters have owners."""
+        return nullcontext() if self.ownership is None else self.ownership.only_own()
+
+    def consolidate(self) -> None:
+        """Add up what ranks have observed since the last refresh."""
+        if self.team is not None:
+            self.team.consolidate(list(self.layers.values()))
+            self._announce()
+
+    def resume(
+        self,
+        plan: str,
+        groups: ParamGroups,
+        names: dict[nn.Parameter, str],
+        entries: dict[str, dict[str, Any]],
+    ) -> None:
+        """Take up what ranks had agreed on when state was saved, where that is possible."""
+        if self.team is None:
+            return
+
+        def holds_all() -> bool:
+            return all(
+                checkpoint.holds_all(state, entries.get(names[parameter], {}))
+                for (parameter, _), state in self.layers.items()
+            )
+
+        if plan:
+            self.team.resume(plan, holds_all)
+        if self.ownership is not None and self.team.owns_parameters:
+            self.ownership.assign(list(self.layers.values()), groups)
+
+    def advance(self) -> None:
+        """Count a completed step."""
+        self.clock.step += 1
+        self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        self._announce()
+
+    def reschedule(self) -> None:
+        """Take a changed interval into account, from the next forward on."""
+        compares = self._adaptive() is not None
+        for state in self.layers.values():
+            if state.compares and not compares:
+                state.forget_history()
+            state.compares = compares
+        if not self.capture.forward_seen and not self.detached:
+            self.capture.due = self.clock.factor_due()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
+        if self.team is None:
+            return
+        due = []
+        if self.capture.due and not self.detached:
+            due = [s for s in self.layers.values() if self._may_refresh(s)]
+        self.team.expect(due, self._moment)
+
+    def _moment(self) -> Moment:
+        decay = float(self.schedules.at("decay", self.clock.step))
+        return Moment(decay, self.capture.passes, self._early_normaliser)
+
+    def _early_normaliser(self) -> Normaliser | None:
+        counts = self.options.loss_average == "token"
+        if counts and any(seen.terms is None for seen in self.capture.passes):
+            return None
+        return self._normaliser()
+
+    def _normaliser(self) -> Normaliser:
+        options = self.options
+        return Normaliser(self.capture.passes, options.loss_average, options.sampled)
+
+    def _clip(self, groups: ParamGroups) -> None:
+        bound = self.options.max_grad_norm
+        if bound is None or self.detached:
+            return
+        with self.phases("clip"):
+            if self.ownership is not None and self.ownership.active:
+                clip_gradients(self.ownership.own(), bound, self.ownership.add_up)
+            else:
+                clip_gradients([p for group in groups for p in group["params"]], bound, None)
+
+    def is_empty_step(self, groups: ParamGroups) -> bool:
+        """Whether this is the zero-gradient step by which loaders make state appear.
+
+        It comes before the first step or with all learning rates at zero, which the host knows.
+        """
+        if any(not state.pending.empty for state in self.layers.values()):
+            return False
+        if self.clock.step and not all(_is_zero_on_host(group.get("lr")) for group in groups):
+            return False
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
+
+    def allocate(self, groups: ParamGroups) -> None:
+        """Make every tensor at its final shape without giving it a meaning."""
+        if self.quadratic is not None:
+            self.quadratic.allocate([p for group in groups for p in group["params"]])
+        for state in self.layers.values():
+            state.allocate()
+            self.observer.allocate(state.layer.weight.device)
+
+    def _reduce(self) -> None:
+        """Fold what was observed since the last step into the running averages."""
+        states = list(self.layers.values())
+        if self.team is None:
+            self._missing.report(states)
+        else:
+            self.team.before_fold(states, self.capture.passes)
+        normaliser = self._normaliser()
+        self._settle_broadcast(states, normaliser)
+        decay = float(self.schedules.at("decay", self.clock.step))
+        for state in states:
+            self._fold(state, normaliser, decay)
+            state.has_news = True
+        self.clock.mark_factor()
+        self.count("factor_updates")
+
+    def _settle_broadcast(self, states: Sequence[LayerState], normaliser: Normaliser) -> None:
+        """Add up over ranks what belongs to inputs that stand for all samples."""
+        team = self.team
+        if team is None or team.is_local:
+            broadcast.agree(states, None)
+            broadcast.settle(states, normaliser, add_up=None, adds=True)
+            return
+        if not self._agreed:
+            self._agreed = True
+            broadcast.agree(states, team.world.largest)
+        broadcast.settle(states, normaliser, team.add_rows, adds=team.world.rank == 0)
+
+    def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
+        pending = state.pending
+        pending.settle()
+        owned = self.ownership is None or not self.ownership.active or state.works
+        if state.has_gradient and owned:
+            pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
+        for name, running in state.running.items():
+            running.decay(decay)
+            found = pending.contribution(name, normaliser, in_place=True)
+            if found is not None:
+                running.add(*found)
+
+    def _adaptive(self) -> AdaptiveInterval | None:
+        interval = self.schedules.get("refresh_every")
+        return interval if isinstance(interval, AdaptiveInterval) else None
+
+    def _may_refresh(self, state: LayerState) -> bool:
+        return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
+
+    def _refresh(self, taken: bool) -> None:
+        """Solve anew for the layers that are due."""
+        damping = float(self.schedules.at("damping", self.clock.step))
+        interval = self._adaptive()
+        judged = interval is not None and interval.due(self.clock.step)
+        due = [
+            state
+            for state in self.layers.values()
+            # A layer that could not be solved yet waits for something new.
+            if self._may_refresh(state) and (state.last_refresh is not None or state.has_news)
+        ]
+        for state in due:
+            state.has_news = False
+        if self.team is None:
+            with self.phases("refresh"):
+                for state in due:
+                    with self.phases.part("refresh", state.name):
+                        self._solve_here(state, damping)
+        elif due:
+            solutions = self.team.solve(due, damping)
+            for state, solution in solutions.items():
+                self._take(state, solution)
+            self._missing.report_unseen(state for state in due if state not in solutions)
+        elif taken and not self.team.settings.deferred:
+            self.team.consolidate(list(self.layers.values()))
+        if interval is not None and judged and due:
+            self._judge(interval, due)
+
+    def _judge(self, interval: AdaptiveInterval, due: Sequence[LayerState]) -> None:
+        """Adapt the interval to what has changed since the last refreshes, alike on all ranks."""
+        votes = compare(due, interval.rule.tolerance)
+        if self.team is not None:
+            votes = self.team.world.total(votes)
+        verdict = interval.judge(votes.tolist(), self.clock.step)
+        if verdict != "kept":
+            self.count(f"refresh_{verdict}")
+
+    def _solve_here(self, state: LayerState, damping: float) -> None:
+        if any(running.sum is None for running in state.running.values()):
+            return
+        means = {name: running.mean() for name, running in state.running.items()}
+        ready = {name: mean for name, mean in means.items() if mean is not None}
+        if len(ready) == len(means):
+            self._take(state, state.block.refresh(ready, damping))
+
+    def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
+        """Use a new solution from now on; without one, the last good one stays."""
+        step = self.clock.step
+        for running in state.running.values():
+            running.fresh = False
+        if solution is None:
+            state.failures += 1
+            state.failures_in_a_row += 1
+            if state.failures_in_a_row >= MAX_FAILURES:
+                raise RuntimeError(
+                    f"the curvature of layer {state.name!r} could not be solved {MAX_FAILURES} times "
+                    "in a row; raise damping, or name the layer in exclude."
+                )
+        else:
+            state.solution = solution if state.works else None
+            state.solved_at, state.failures_in_a_row = step, 0
+            self.count("refreshes")
+        if state.last_refresh is None and self.options.stagger and state.offset:
+            interval = int(self.schedules.at("refresh_every", step))
+            state.last_refresh = step + state.offset - interval
+        elif self.clock.refresh_on_grid(state.last_refresh):
+            state.last_refresh = step
+
+    def _precondition(self, groups: ParamGroups) -> list[tuple[LayerState, Update]]:
+        """Take momentum, then apply each layer's solution; without one the gradient stays raw."""
+        damping = float(self.schedules.at("damping", self.clock.step))
+        rates: dict[nn.Parameter, float | Tensor] = {}
+        if self.options.rescale == "kl-clip":
+            rates = {p: group["lr"] for group in groups for p in group["params"]}
+        gradients = {}
+        for state in self.layers.values():
+            if not state.has_gradient:
+                continue
+            if state.layer.stale():
+                state.reset()
+            if not state.works:
+                continue
+            with self.phases.part("precondition", state.name):
+                before = self._with_momentum(state, state.layer.gradient())
+            if state.solved_at is not None and state.solution is not None:
+                gradients[state] = before
+        updates = []
+        found = self._batches.precondition(gradients, self.layers.values(), damping)
+        for state, after in found.items():
+            assert state.solution is not None
+            own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
+            raw = state.block.raw_columns(state.solution)
+            moving = None
+            if state.rule == "columns" and state.has_momentum:
+                moving = (state.layer.gradient() != 0).any(-2, keepdim=True)
+            updates.append((state, Update(gradients[state], after, own, raw, moving)))
+        return updates
+
+    def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
+        """Heavy ball before preconditioning: ``buf ← μ·buf + V``."""
+        if not state.has_momentum:
+            return gradient
+        mu = float(self.schedules.at("momentum", self.clock.step))
+        if state.momentum is None:
+            state.momentum = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            state.momentum.mul_(mu).add_(gradient)
+        return gradient + mu * state.momentum if self.options.nesterov else state.momentum
+
+    def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
+        """Set the length of the steps and write them into the gradients, in place."""
+        rules = [state.rule for state, _ in updates]
+        steps = orthogonal_steps(rules, [update for _, update in updates])
+        if self.options.rescale == "kl-clip":
+            factors: list[float | Tensor] = [self._kl_clip(steps)] * len(steps)
+        else:
+            factors = own_factors(rules, steps)
+        for (state, _), step, length in zip(updates, steps, factors, strict=True):
+            if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
+                for target, value in state.layer.places(step.after):
+                    torch.mul(value, length, out=target)
+            else:
+                state.layer.write(step.times(length))
+
+    def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
+        """The factor of all layers on all ranks."""
+        total = kl_clip_sum(steps)
+        if self.team is not None:
+            total = self.team.add_up(total, self.model)
+        factor = kl_clip_factor(total, self.options.kl_clip)
+        self.count("kl_clip_steps")
+        self.count("kl_clip_active", (factor < 1).to(torch.int64))
+        return factor
+
+    def count(self, name: str, amount: int | Tensor = 1) -> None:
+        """Add to a counter that :meth:`stats` shows."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    # --- looking and saving ---------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters as plain numbers (reads them from the device)."""
+        states = self.layers.values()
+        counters = {name: int(value) for name, value in self.counters.items()}
+        return {
+            "steps": self.clock.step,
+            **({**Ledger().stats(), "waited": 0.0} if self.team is None else self.team.stats()),
+            "factor_updates": counters.get("factor_updates", 0),
+            "refreshes": counters.get("refreshes", 0),
+            "kl_clip_steps": counters.get("kl_clip_steps", 0),
+            "kl_clip_active": counters.get("kl_clip_active", 0),
+            "refresh_every": int(self.schedules.at("refresh_every", self.clock.step)),
+            "refresh_lengthened": counters.get("refresh_lengthened", 0),
+            "refresh_shortened": counters.get("refresh_shortened", 0),
+            "damping": float(self.schedules.at("damping", self.clock.step)),
+            "damping_raised": counters.get("damping_raised", 0),
+            "damping_lowered": counters.get("damping_lowered", 0),
+            "damping_rejected": counters.get("damping_rejected", 0),
+            **({} if self.quadratic is None else self.quadratic.coefficients),
+            "dropped": {
+                s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
+            },
+            "failures": {s.name: s.failures for s in states},
+            "without_solution": [
+                s.name for s in states if s.solved_at is None and s.layer.weight.requires_grad
+            ],
+        }
+
+    def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+        """What is saved, by parameter name; every trainable parameter has at least the step."""
+        step = torch.tensor(self.clock.step, dtype=torch.int64, device="cpu")
+        partial = torch.tensor(self.team is not None and self.team.is_partial, device="cpu")
+        found: dict[str, dict[str, Any]] = {
+            name: {"step": step} for p, name in names.items() if p.requires_grad
+        }
+        shared: dict[str, Any] = {"step": step, "partial": partial}
+        last = -1 if self.clock.last_factor is None else self.clock.last_factor
+        shared["last_factor"] = torch.tensor(last, dtype=torch.int64, device="cpu")
+        random, damping = self.observer.random_state(), self.schedules.get("damping")
+        if random is not None:
+            shared["random"] = random
+        if isinstance(damping, AdaptiveDamping):
+            shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
+        if (interval := self._adaptive()) is not None:
+            shared["interval"] = interval.entry()
+        for (parameter, _), state in self.layers.items():
+            entry = found.setdefault(names[parameter], {})
+            entry |= checkpoint.layer_entry(state) | shared
+        for parameter, update in ({} if self.quadratic is None else self.quadratic.last).items():
+            found.setdefault(names[parameter], {"step": step})["update"] = update
+        return found
+
+    def load_entries(
+        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
+    ) -> None:
+        """Restore what :meth:`entries` returned; layers that it does not know start anew."""
+        self.capture.clear()
+        self._agreed = False
+        self.clock.step, self.clock.last_factor = 0, None
+        for (parameter, _), state in self.layers.items():
+            checkpoint.load_layer(state, entries.get(names[parameter], {}))
+        damping = self.schedules.get("damping")
+        if isinstance(damping, AdaptiveDamping):
+            damping.resume(entries.values())
+        if (interval := self._adaptive()) is not None:
+            interval.resume(entries.values())
+        if self.quadratic is not None:
+            self.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
+        for entry in entries.values():
+            if "step" in entry:
+                self.clock.step = int(entry["step"])
+            if "last_factor" in entry:
+                last = int(entry["last_factor"])
+                self.clock.last_factor = None if last < 0 else last
+            if "random" in entry:
+                self.observer.set_random_state(entry["random"])
+        self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        if self.team is not None:
+            self.team.start_anew()
+            self._announce()
+
+    def check_entries(
+        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
+    ) -> None:
+        """Raise if saved tensors do not fit, before anything is changed."""
+        for (parameter, _), state in self.layers.items():
+            checkpoint.check_layer(state, entries.get(names[parameter], {}))
+
+
+def _is_preconditioned(state: LayerState) -> bool:
+    return state.solved_at is not None and state.layer.weight.requires_grad
+
+
+def _is_zero_on_host(rate: Any) -> bool:
+    known = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+    return rate is not None and known and float(rate) == 0

@@ -1,0 +1,1 @@
+"""Starting ranks on this machine, joining them, and ending them together."""

@@ -1,0 +1,128 @@
+"""Joining the group of ranks that the environment describes, as torchrun sets it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from kronfac.distributed.comm.collectives import LostRankError
+from kronfac.runs.errors import UserError
+from kronfac.train.launch import ranks
+
+#: Set by our own launcher, which speaks for all ranks.
+LAUNCHED = "KRONFAC_LAUNCHED"
+#: How long a message between ranks may take.
+TIMEOUT = timedelta(minutes=10)
+#: What messages of lost connections contain, whatever library they come from.
+_LOST = ("connection closed", "connection reset", "gloo", "nccl", "timed out", "broken pipe")
+
+
+class LostGroupError(Exception):
+    """Another rank has ended; the message is one sentence."""
+
+
+def world_size() -> int:
+    """Ranks that the environment speaks of; 1 without any."""
+    return _number("WORLD_SIZE", 1)
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Be a rank inside, if the environment says so."""
+    size = world_size()
+    if size == 1:
+        yield
+        return
+    _watch_launcher()
+    _join(size)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_loss(error):
+            raise LostGroupError(
+                "another rank has ended or cannot be reached; what was saved is still there: "
+                "start all ranks again with --resume."
+            ) from error
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    """Destroy the group after all that refers to it: its threads may not outlive it."""
+    ranks.forget()
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def leave_at_once(code: int) -> None:
+    """End the process if it is still in a group, which happens after errors.
+
+    Python's own end would wait for, or stumble over, threads that talk to ranks which are gone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error means that another rank is gone."""
+    if isinstance(error, LostRankError | dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+
+
+def _join(size: int) -> None:
+    rank, local = _number("RANK"), _number("LOCAL_RANK", 0)
+    if not 0 <= rank < size:
+        raise UserError(f"RANK={rank} is not one of WORLD_SIZE={size} ranks.")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UserError(f"WORLD_SIZE={size} ranks need {name}; torchrun sets it.")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise UserError(_why(error)) from error
+
+
+def _why(error: Exception) -> str:
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
+        return f"port {os.environ['MASTER_PORT']} is taken; choose another one in MASTER_PORT."
+    return f"ranks could not meet at {place}: {' '.join(str(error).split())[:200]}"
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} must be a whole number; torchrun sets it.") from None
+
+
+def _watch_launcher() -> None:
+    """End, with a checkpoint, when the process that started this rank is gone."""
+    if os.environ.get(LAUNCHED) is None:
+        return
+
+    def wait() -> None:
+        os.read(0, 1)  # not sys.stdin: Python cannot end while a thread holds its buffer
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,110 @@
+"""What the loop does together with other ranks; in one process each of these is nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kronfac.runs.errors import UserError, of_a_file
+
+_joined: tuple[Any, Ranks] | None = None
+
+
+def current() -> Ranks:
+    """The ranks of this process's group, the same object for as long as there is this group."""
+    global _joined
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _joined is None or _joined[0] is not group:
+        _joined = group, Ranks()
+    return _joined[1]
+
+
+def forget() -> None:
+    """Let go of the group, before it is destroyed."""
+    global _joined
+    _joined = None
+
+
+class Ranks:
+    """The ranks that train one model."""
+
+    def __init__(self) -> None:
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.size = dist.get_world_size() if joined else 1
+        # Flags travel beside gradients, in a group of their own, and never wait for a GPU.
+        self._flags = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._sent: tuple[Tensor, Any] | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sums over ranks."""
+        if self.size == 1:
+            return values
+        sums = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(sums, group=self._flags)
+        return [float(value) for value in sums]
+
+    def agree(self, flag: int) -> int:
+        """The largest flag of any rank, one call late, so that nobody waits; the same on all ranks."""
+        if self.size == 1:
+            return flag
+        known = self._collect()
+        value = torch.tensor(flag)
+        self._sent = value, dist.all_reduce(value, dist.ReduceOp.MAX, self._flags, async_op=True)
+        return known
+
+    def agree_now(self, flag: int) -> int:
+        """The largest flag of any rank."""
+        return max(self.agree(flag), self._collect())
+
+    def settle(self) -> None:
+        """Wait for the flag that is still on its way."""
+        self._collect()
+
+    def _collect(self) -> int:
+        if self._sent is None:
+            return 0
+        value, work = self._sent
+        self._sent = None
+        work.wait()
+        return int(value)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all ranks the running averages of the first one."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value on the first rank, by rank; nothing elsewhere."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, found, group=self._flags)
+        return found or []
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """What the first rank's work returns, on all ranks; what a user got wrong fails on all."""
+        if self.size == 1:
+            return work()
+        box: list[Any] = [None, None]
+        if self.first:
+            try:
+                box[0] = work()
+            except UserError as error:
+                box[1] = str(error)
+            except OSError as error:
+                box[1] = str(of_a_file(error))
+        dist.broadcast_object_list(box, src=0, group=self._flags)
+        if box[1] is not None:
+            raise UserError(box[1])
+        return box[0]

@@ -1,0 +1,1 @@
+"""Optimizers of a recipe, and their schedules."""

@@ -1,0 +1,1 @@
+"""Recipes: TOML files that say what is trained and how."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, logs and tables."""

@@ -1,0 +1,1 @@
+"""One run: its parts, its loop, its checkpoints."""
