@@ -200,15 +200,15 @@ def ours(
     wire = 1.0 if settings.wire_dtype is None else settings.wire_dtype.itemsize / 4
     reduce = share = spread = held = 0.0
     for unit in shapes.units:
-        works = placement.is_worker(unit.name, rank)
-        held += shapes.statistics[unit.name] * (works or name != "local")
-        held += shapes.solutions[unit.name] * works
+        is_worker = placement.is_worker(unit.name, rank)
+        held += shapes.statistics[unit.name] * (is_worker or name != "local")
+        held += shapes.solutions[unit.name] * is_worker
         for statistic in unit.statistics if name != "local" else ():
             needs = placement.needs(unit, statistic.key)
             kind: Kind = "reduce" if needs is not None and len(needs) == 1 else "all_reduce"
             reduce += ring_bytes(kind, statistic.bytes, grid.size)
-        for part in unit.parts if works else ():
-            task = placement.seats[unit.name].tasks[part.name]
+        for part in unit.parts if is_worker else ():
+            task = placement.assignments[unit.name].tasks[part.name]
             size = part.solution_elements * unit.itemsize
             if task.split:
                 share += ring_bytes("all_reduce", size, grid.workers)

@@ -411,9 +411,7 @@ def test_resume_is_bit_for_bit(steps: int) -> None:
 def test_every_layer_saves_the_damping() -> None:
     model, optimizer = running()
     train(model, optimizer, range(2))
-    saved = [
-        entry.get("kronfac.adaptive.damping") for entry in optimizer.state_dict()["state"].values()
-    ]
+    saved = [entry.get("kronfac.damping") for entry in optimizer.state_dict()["state"].values()]
     current = torch.tensor(optimizer.stats()["damping"], dtype=torch.float64)
     assert_same(saved, [current, None] * 3)
 
@@ -463,9 +461,7 @@ def test_loaders_that_fill_what_exists_find_the_damping() -> None:
     train(model, optimizer, range(4))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     other, resumed = running()
-    assert (
-        "kronfac.adaptive.damping" in get_optimizer_state_dict(other, resumed)["state"]["0.weight"]
-    )
+    assert "kronfac.damping" in get_optimizer_state_dict(other, resumed)["state"]["0.weight"]
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, resumed, state)
     train(model, optimizer, range(4, 8))

@@ -308,19 +308,19 @@ def test_a_layer_without_a_weight_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_an_output_that_is_no_tensor_is_refused_in_a_sentence() -> None:
-    class Pair(nn.Linear):
+    class Composite(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), None
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.pair = Pair(4, 3)
+            self.pair = Composite(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.pair(x)[0]
 
-    kronfac.register_layer(Pair, kronfac.layers.LinearLayer)
+    kronfac.register_layer(Composite, kronfac.layers.LinearLayer)
     model = Model()
     frozen_kfac(model)
     with pytest.raises(TypeError, match=r"layer 'pair' returned a tuple, not a tensor"):

@@ -107,10 +107,10 @@ ROWS: list[tuple[str, Damage, type[Exception], str]] = [
     ("huge", put_everywhere("kronfac.step", torch.tensor(2**60)), ValueError, "from 0 to"),
     ("another step", put("kronfac.step", torch.tensor(9)), ValueError, "at step 9 by '0.weight'"),
     ("late factor", put("kronfac.last_factor", torch.tensor(7)), ValueError, "later than step 2"),
-    ("late refresh", poison("kronfac.step.schedule", 99), ValueError, "later than step 2"),
-    ("no schedule", without("kronfac.step.schedule"), ValueError, "layer '0': .* no schedule"),
-    ("short schedule", put("kronfac.step.schedule", torch.zeros(2).long()), ValueError, "6 whole"),
-    ("schedule text", put("kronfac.step.schedule", "soon"), ValueError, "'soon', not a tensor"),
+    ("late refresh", poison("kronfac.schedule", 99), ValueError, "later than step 2"),
+    ("no schedule", without("kronfac.schedule"), ValueError, "layer '0': .* no schedule"),
+    ("short schedule", put("kronfac.schedule", torch.zeros(2).long()), ValueError, "6 whole"),
+    ("schedule text", put("kronfac.schedule", "soon"), ValueError, "'soon', not a tensor"),
     ("NaN in A", poison("kronfac.A.sum", NAN), ValueError, "A.sum of '0.weight' .* not finite"),
     ("inf in G", poison("kronfac.G.sum", INF), ValueError, "G.sum of '0.weight' .* not finite"),
     ("NaN count", poison("kronfac.A.count", NAN), ValueError, "A.count"),
@@ -156,7 +156,7 @@ def test_every_number_of_a_solution_is_looked_at() -> None:
 def test_a_damping_that_is_not_positive_is_refused() -> None:
     rule = kronfac.LevenbergMarquardt(every=1)
     saved = snapshot(kfac(mlp(), damping=rule))
-    saved["state"][0]["kronfac.adaptive.damping"] = torch.tensor(-1.0)
+    saved["state"][0]["kronfac.damping"] = torch.tensor(-1.0)
     with pytest.raises(ValueError, match=r"damping of .* positive and finite"):
         kfac(mlp(), damping=rule).load_state_dict(saved)
 

@@ -69,7 +69,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def column_of(layer: str, placement: Placement) -> int:
-    return placement.seats[layer].column
+    return placement.assignments[layer].column
 
 
 def shared(model: dict[str, Sizes], placement: Placement, rank: int) -> int:
@@ -80,7 +80,7 @@ def shared(model: dict[str, Sizes], placement: Placement, rank: int) -> int:
     total = 0
     for name, one in model.items():
         if column_of(name, placement) == own:
-            for part, task in placement.seats[name].tasks.items():
+            for part, task in placement.assignments[name].tasks.items():
                 everywhere = task.rank is None and not task.split
                 total += 0 if everywhere else one.solutions[part]
     return total

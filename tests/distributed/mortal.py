@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from kronfac.distributed.comm.collectives import Arrival, Channel
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.collectives import Arrival, Collectives
+from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.methods.kfac.block import KFACBlock
 from tests.distributed.equivalence import SCHEMES, bounds
 from tests.distributed.models import KINDS, momentum
@@ -116,11 +116,11 @@ class Fate:
 
     def watch_all(self, model: nn.Module) -> None:
         """Strike in the middle of what ranks do together."""
-        self.watch(Channel, "_start", "send")
+        self.watch(Collectives, "_start", "send")
         self.watch(Arrival, "wait", "wait")
         self.watch(KFACBlock, "solve", "solve")
         self.watch(KFACBlock, "solve_share", "solve")
-        self.watch(World, "__init__", "build")
+        self.watch(ProcessGroup, "__init__", "build")
         last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
         last.register_forward_hook(lambda *_: self.at("forward"))
         last.weight.register_hook(lambda _: self.at("backward"))

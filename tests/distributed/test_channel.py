@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kronfac.distributed.comm import collectives as channels
-from kronfac.distributed.comm.collectives import START_UP_BYTES, Channel, LostRankError, Segment
-from kronfac.distributed.comm.process_group import World
-from kronfac.distributed.comm.traffic import Ledger
+from kronfac.distributed.comm.collectives import START_UP_BYTES, Collectives, LostRankError, Segment
+from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.distributed.comm.traffic import Traffic
 from tests.distributed.equivalence import (
     SCHEMES,
     assert_equals_one_process,
@@ -26,9 +26,9 @@ WAYS = ["direct", "collectives", "chosen"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def channel(way: str) -> Channel:
+def collectives(way: str) -> Collectives:
     """All ranks, on which messages travel in a certain way."""
-    found = World().all
+    found = ProcessGroup().all
     if way == "direct":
         found._rings = lambda segments, itemsize: False  # type: ignore[method-assign]
     elif way == "collectives":
@@ -51,7 +51,7 @@ def total(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def all_reduce(rank: int) -> None:
-    found = World().all
+    found = ProcessGroup().all
     for dtype in DTYPES:
         flat = numbers(rank, 10, dtype)
         arrival = found.all_reduce("reduce", flat)
@@ -64,11 +64,11 @@ def test_all_reduce() -> None:
     run(3, all_reduce)
 
 
-def reduce(rank: int, way: str, dtype: torch.dtype, name: str, found: Channel) -> None:
+def reduce(rank: int, way: str, dtype: torch.dtype, name: str, found: Collectives) -> None:
     segments = SEGMENTS[name]
     scratch: dict[int, Tensor] = {}
     size = max(one.stop for one in segments)
-    before = found.ledger.stats()
+    before = found.traffic.stats()
     for _ in range(2):  # the second time in the memory of the first
         flat = numbers(rank, size, dtype)
         found.reduce("reduce", flat, segments, scratch).wait()
@@ -76,7 +76,7 @@ def reduce(rank: int, way: str, dtype: torch.dtype, name: str, found: Channel) -
             if one.rank == rank:
                 expected = total(size, dtype)[one.start : one.stop]
                 assert torch.equal(flat[one.start : one.stop], expected), (name, way, dtype)
-    after = found.ledger.stats()
+    after = found.traffic.stats()
     sizes = [one.stop - one.start for one in segments if one.stop > one.start]
     for kind in ("bytes", "sent"):
         added = after[kind]["reduce"] - before[kind]["reduce"]
@@ -85,7 +85,7 @@ def reduce(rank: int, way: str, dtype: torch.dtype, name: str, found: Channel) -
 
 
 def reduce_everything(rank: int, way: str) -> None:
-    found = channel(way)
+    found = collectives(way)
     for dtype in DTYPES:
         for name in SEGMENTS:
             reduce(rank, way, dtype, name, found)
@@ -109,7 +109,7 @@ def test_reduce(world_size: int, way: str) -> None:
 
 def fractions(rank: int, way: str) -> bool:
     """What travels in half precision is added in single precision where that is in our hands."""
-    found = channel(way)
+    found = collectives(way)
     flat = torch.full((3,), 1.0 if rank == 0 else 2.0**-8, dtype=torch.bfloat16)
     found.reduce("reduce", flat, [Segment(0, 0, 3)]).wait()
     return rank != 0 or flat.tolist() == [1 + 2.0**-7] * 3
@@ -120,7 +120,7 @@ def test_small_addends_are_not_lost_in_half_precision() -> None:
 
 
 def alone(rank: int) -> dict[str, Any]:
-    found = World().channel((rank,))
+    found = ProcessGroup().collectives((rank,))
     flat = numbers(rank, 5, torch.float32)
     found.all_reduce("reduce", flat).wait()
     found.reduce("reduce", flat, [Segment(rank, 0, 5)]).wait()
@@ -128,19 +128,19 @@ def alone(rank: int) -> dict[str, Any]:
     rows = found.gather("reduce", flat.view(5, 1), [5])
     assert torch.equal(flat, numbers(rank, 5, torch.float32))
     assert torch.equal(rows, flat.view(5, 1))
-    return found.ledger.stats()
+    return found.traffic.stats()
 
 
 def test_a_lone_rank_sends_nothing() -> None:
-    assert run(2, alone) == [Ledger().stats()] * 2
+    assert run(2, alone) == [Traffic().stats()] * 2
 
 
 # --- which way -------------------------------------------------------------------------------
 
 
 def directness(rank: int) -> tuple[bool, bool]:
-    world = World(dist.new_group(backend="cpu:gloo"))
-    return World().all.direct, world.channel((0, 1)).direct if rank < 2 else True
+    world = ProcessGroup(dist.new_group(backend="cpu:gloo"))
+    return ProcessGroup().all.direct, world.collectives((0, 1)).direct if rank < 2 else True
 
 
 def test_a_few_ranks_exchange_messages_themselves() -> None:
@@ -148,8 +148,8 @@ def test_a_few_ranks_exchange_messages_themselves() -> None:
     assert run(3, directness) == [(True, True)] * 3
 
 
-def made(ranks: int) -> Channel:
-    return Channel(None, tuple(range(ranks)), 0, Ledger())
+def made(ranks: int) -> Collectives:
+    return Collectives(None, tuple(range(ranks)), 0, Traffic())
 
 
 def by_size(*sizes: int) -> list[Segment]:
@@ -184,7 +184,7 @@ def test_the_bound_is_twice_the_bytes_and_the_start_ups() -> None:
 
 def counted(rank: int, size: int) -> int:
     """How many collectives carry one segment."""
-    found, calls = World().all, []
+    found, calls = ProcessGroup().all, []
     reduce_one = found._reduce_one
 
     def count(part: Tensor, root: int) -> Any:
@@ -205,7 +205,7 @@ def test_all_ranks_choose_the_same_way() -> None:
 
 
 def broadcast(rank: int, way: str) -> dict[str, Any]:
-    found = channel(way)
+    found = collectives(way)
     arrivals = []
     for dtype in DTYPES:
         for root in found.members:
@@ -215,7 +215,7 @@ def broadcast(rank: int, way: str) -> dict[str, Any]:
         arrival.wait()
         assert torch.equal(flat, numbers(root, 9, flat.dtype))
     found.broadcast("share", torch.zeros(0), 0).wait()
-    return found.ledger.stats()
+    return found.traffic.stats()
 
 
 @pytest.mark.parametrize("way", ["direct", "collectives"])
@@ -229,7 +229,7 @@ COUNTS = [[2, 2, 2], [1, 4, 2], [0, 3, 1]]
 
 
 def gather(rank: int) -> None:
-    found = World().all
+    found = ProcessGroup().all
     for dtype in DTYPES:
         for counts in COUNTS:
             parts = [numbers(r, 6 * n, dtype).view(2, n, 3) for r, n in enumerate(counts)]
@@ -243,9 +243,9 @@ def test_gather_of_uneven_rows() -> None:
 
 def within_some(rank: int, way: str) -> list[float]:
     """Ranks of a channel are those of the world, not their places in the channel."""
-    world = World()
+    world = ProcessGroup()
     members = (1, 3) if rank % 2 else (0, 2)
-    found = world.channel(members)
+    found = world.collectives(members)
     found.direct = way == "direct"
     flat = torch.full((2,), float(rank))
     found.reduce("reduce", flat, [Segment(members[1], 0, 1), Segment(members[0], 1, 2)]).wait()
@@ -265,7 +265,7 @@ def test_messages_among_some_ranks(way: str) -> None:
 
 def left_alone(rank: int, way: str, kind: str) -> str:
     """The other rank has ended; what we are told."""
-    found = channel(way)
+    found = collectives(way)
     phase = "share" if kind == "broadcast" else "reduce"
     try:
         # Nobody leaves before both have made their channel.
@@ -326,7 +326,7 @@ def travelling(way: str) -> Iterator[None]:
 
 def trained(rank: int, way: str, name: str, cases: list[Any]) -> Any:
     with travelling(way):
-        assert World().all.direct == (way == "rings")
+        assert ProcessGroup().all.direct == (way == "rings")
         return on_ranks(rank, name, SCHEMES[name], cases)
 
 

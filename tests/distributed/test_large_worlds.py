@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.coordinator import Team
+from kronfac.distributed.coordinator import Distributed
 from kronfac.placement.place import makespan
 from kronfac.planner.choose import candidates
 from tests.distributed import closed_form
@@ -72,8 +72,8 @@ def train(model: nn.Module, optimizer: kronfac.KFAC, shape: tuple[int, ...], ste
                 parameter.copy_(value)
 
 
-def team(optimizer: kronfac.KFAC) -> Team:
-    found = optimizer._preconditioner.team
+def coordinator(optimizer: kronfac.KFAC) -> Distributed:
+    found = optimizer._preconditioner.coordinator
     assert found is not None
     return found
 
@@ -145,7 +145,7 @@ def test_a_factor_that_many_ranks_divide_travels_once(size: int, name: str) -> N
     model = nn.Sequential(nn.Flatten(), nn.Linear(900, 4), nn.Linear(4, 3))
     with world(size, 40):
         optimizer = made(model, SCHEMES[name], solver="cholesky")
-        task = optimizer.placement.seats["1"].tasks["A"]
+        task = optimizer.placement.assignments["1"].tasks["A"]
         assert task.split
         assert len(optimizer.placement.solvers("1", "A")) > 2
         train(model, optimizer, (900,), STEPS)
@@ -158,7 +158,7 @@ def test_the_plan_covers_every_statistic_once() -> None:
     with world(1024, 1):
         optimizer = made(model, "comm-opt")
         train(model, optimizer, (3, 32, 32), 1)
-        groups = team(optimizer).plan.groups
+        groups = coordinator(optimizer).plan.groups
         assert groups is not None
         planned = [key for group in groups for key in group]
     layers = closed_form.sizes(model)
@@ -182,8 +182,8 @@ def test_every_rank_comes_to_the_same_placement_and_knows_its_role(name: str, si
             described.append(placement.to_json())
             for state in optimizer._preconditioner.layers.values():
                 workers = placement.workers(state.name)
-                assert state.works == (rank in workers)
-                assert team(optimizer).owner(state) == workers[0]
+                assert state.is_worker == (rank in workers)
+                assert coordinator(optimizer).owner(state) == workers[0]
             optimizer.detach()
     assert all(one == described[0] for one in described)
 
@@ -208,7 +208,7 @@ def test_each_statistic_has_one_keeper_and_each_layer_its_workers(name: str, siz
         model = residual_network()
     with world(size, 7):
         optimizer = made(model, SCHEMES[name])
-        placement, units = optimizer.placement, list(team(optimizer)._units.values())
+        placement, units = optimizer.placement, list(coordinator(optimizer)._units.values())
         kept: dict[str, int] = {}
         for unit in units:
             assert len(placement.workers(unit.name)) == WORKERS[name](size)
@@ -228,7 +228,7 @@ def test_the_statistics_of_resnet50_are_those_of_the_papers() -> None:
         model = residual_network()
     with world(1024, 0):
         optimizer = made(model, "comm-opt", exclude=nn.BatchNorm2d)
-        units = list(team(optimizer)._units.values())
+        units = list(coordinator(optimizer)._units.values())
         found = {
             side: sum(s.elements for u in units for s in u.statistics if s.key.endswith(side))
             for side in ("/A", "/G")

@@ -33,12 +33,12 @@ def timed(rank: int, scheme: str) -> tuple[Seconds, dict[str, set[str]]]:
 
 def _expected(optimizer: kronfac.KFAC, rank: int) -> dict[str, set[str]]:
     ours = optimizer._preconditioner
-    assert ours.team is not None
+    assert ours.coordinator is not None
     found = {}
     for state in ours.layers.values():
-        solves = any(rank in ours.team.solvers(state, part) for part in state.block.parts)
+        solves = any(rank in ours.coordinator.solvers(state, part) for part in state.block.parts)
         phases = {"observe-input", "observe-output"} if state.observed else set()
-        phases |= {"precondition"} if state.works else set()
+        phases |= {"precondition"} if state.is_worker else set()
         found[state.name] = phases | ({"refresh"} if solves else set())
     return found
 

@@ -13,9 +13,9 @@ from kronfac.placement.balance import longest_first
 from kronfac.placement.costs import Compute, LayerUnit, Link, PartUnit, StatisticUnit
 from kronfac.placement.grid import divisors
 from kronfac.placement.place import (
+    Assignment,
     Grid,
     Placement,
-    Seat,
     Task,
     makespan,
     nearest_divisor,
@@ -176,13 +176,13 @@ def test_every_part_has_its_place(
     assert placement == place(layers, size, scheme, **options)
     assert placement.scheme == str(scheme)
     assert placement.grid.size == size
-    assert list(placement.seats) == [layer.name for layer in layers]
+    assert list(placement.assignments) == [layer.name for layer in layers]
     for layer in layers:
-        seat, workers = placement.seats[layer.name], placement.workers(layer.name)
+        assignment, workers = placement.assignments[layer.name], placement.workers(layer.name)
         assert [rank for rank in range(size) if placement.is_worker(layer.name, rank)] == [*workers]
-        assert list(seat.tasks) == [part.name for part in layer.parts]
+        assert list(assignment.tasks) == [part.name for part in layer.parts]
         for part in layer.parts:
-            task = seat.tasks[part.name]
+            task = assignment.tasks[part.name]
             solvers = placement.solvers(layer.name, part.name)
             assert set(solvers) <= set(workers)
             assert list(solvers) == sorted(set(solvers))
@@ -231,7 +231,7 @@ def test_needs_in_words() -> None:
     layer = LayerUnit("l", statistics, parts, 1, 1)
 
     def needs(workers: int, a: Task, g: Task) -> list[tuple[int, ...] | None]:
-        placement = Placement("any", Grid(4, workers), {"l": Seat(0, {"A": a, "G": g})})
+        placement = Placement("any", Grid(4, workers), {"l": Assignment(0, {"A": a, "G": g})})
         return [placement.needs(layer, statistic.key) for statistic in statistics]
 
     assert needs(1, Task(0), Task(0)) == [(0,), (0,), (0,), ()]
@@ -268,13 +268,13 @@ def test_the_ends_of_hybrid(size: int) -> None:
     layers = resnet50()
     for fraction, scheme in [(1.0, "comm-opt"), (1 / size, "mem-opt")]:
         hybrid = place(layers, size, Hybrid(fraction))
-        assert hybrid.seats == place(layers, size, scheme).seats
+        assert hybrid.assignments == place(layers, size, scheme).assignments
 
 
 def test_hybrid_balances_columns_and_ranks() -> None:
     layers = resnet50()
     placement = place(layers, 8, Hybrid(0.25), compute=PURE)
-    assert {placement.seats[layer.name].column for layer in layers} == {0, 1, 2, 3}
+    assert {placement.assignments[layer.name].column for layer in layers} == {0, 1, 2, 3}
     loads = makespan(layers, placement, PURE)
     assert max(loads) < 1.35 * sum(loads) / len(loads)
 
@@ -284,7 +284,7 @@ def test_without_balance_ranks_take_turns() -> None:
     comm_opt = place(layers, 4, "comm-opt", balanced=False)
     assert solvers_of(layers, comm_opt) == [(index % 4,) for index in range(10)]
     mem_opt = place(layers, 4, "mem-opt", balanced=False)
-    assert [mem_opt.seats[layer.name].column for layer in layers] == [0, 1, 2, 3, 0]
+    assert [mem_opt.assignments[layer.name].column for layer in layers] == [0, 1, 2, 3, 0]
     hybrid = place(layers, 4, Hybrid(0.5), balanced=False)
     assert [hybrid.workers(layer.name) for layer in layers] == [(0, 2), (1, 3)] * 2 + [(0, 2)]
     assert solvers_of(layers, hybrid) == [(0,), (2,), (1,), (3,)] * 2 + [(0,), (2,)]
@@ -303,7 +303,7 @@ def test_tied_layers_have_one_owner(layers: list[LayerUnit], size: int, balanced
     placement = place(layers, size, "layer-parallel", balanced=balanced)
     owners: dict[str, set[int]] = {}
     for layer in layers:
-        owners.setdefault(layer.tied_to, set()).add(placement.seats[layer.name].column)
+        owners.setdefault(layer.tied_to, set()).add(placement.assignments[layer.name].column)
     assert all(len(ranks) == 1 for ranks in owners.values())
 
 
@@ -318,7 +318,7 @@ def test_rare_refreshes_weigh_preconditioning() -> None:
     often = place(layers, 2, "mem-opt", refresh_every=1)
     rarely = place(layers, 2, "mem-opt", refresh_every=10**9)
     for placement, names in [(often, ("s0", "s1")), (rarely, ("p0", "p1"))]:
-        assert len({placement.seats[name].column for name in names}) == 2
+        assert len({placement.assignments[name].column for name in names}) == 2
 
 
 # SPD-KFAC
@@ -329,14 +329,16 @@ def test_rare_refreshes_weigh_preconditioning() -> None:
 def test_a_free_network_sends_everything(layers: list[LayerUnit], size: int) -> None:
     placement = place(layers, size, "spd", link=FREE, split=False)
     assert all(len(ranks) == 1 for ranks in solvers_of(layers, placement))
-    assert placement.seats == place(layers, size, "comm-opt", link=FREE, split=False).seats
+    assert (
+        placement.assignments == place(layers, size, "comm-opt", link=FREE, split=False).assignments
+    )
 
 
 @settings(deadline=None)
 @given(models(), st.integers(2, 8))
 def test_a_useless_network_sends_nothing(layers: list[LayerUnit], size: int) -> None:
     placement = place(layers, size, "spd", link=SLOW)
-    assert placement.seats == place(layers, size, "replicated").seats
+    assert placement.assignments == place(layers, size, "replicated").assignments
 
 
 def test_between_them_cheap_parts_are_solved_everywhere() -> None:
@@ -347,7 +349,7 @@ def test_between_them_cheap_parts_are_solved_everywhere() -> None:
     for layer in layers:
         for part in layer.parts:
             cheap = compute.solve(part.flops) < link.broadcast(4 * part.solution_elements, 8)
-            assert (placement.seats[layer.name].tasks[part.name] == Task()) == cheap
+            assert (placement.assignments[layer.name].tasks[part.name] == Task()) == cheap
             everywhere.add(cheap)
     assert everywhere == {True, False}
 
@@ -380,7 +382,11 @@ def test_splitting_has_to_pay_for_its_traffic() -> None:
     layers = resnet50(widest_eigen=0)
     for link, splits in [(FREE, True), (Link(0, 1e-6), False)]:
         placement = place(layers, 16, "comm-opt", link=link)
-        tasks = [task for seat in placement.seats.values() for task in seat.tasks.values()]
+        tasks = [
+            task
+            for assignment in placement.assignments.values()
+            for task in assignment.tasks.values()
+        ]
         assert any(task.split for task in tasks) == splits
 
 
@@ -388,7 +394,7 @@ def test_one_large_part_is_shared_by_all() -> None:
     part = PartUnit("A", ("l/A",), 3 * 10**12, 4, shared_flops=0)
     layer = LayerUnit("l", (StatisticUnit("l/A", 3),), (part,), 1, 1)
     placement = place([layer], 4, "comm-opt", link=FREE, compute=PURE)
-    assert placement.seats["l"].tasks["A"].split
+    assert placement.assignments["l"].tasks["A"].split
     assert placement.solvers("l", "A") == (0, 1, 2, 3)
     assert makespan([layer], placement, PURE) == [pytest.approx(PURE.solve(part.flops) / 4)] * 4
 
@@ -400,9 +406,9 @@ def test_makespan_counts_every_solver() -> None:
         "any",
         Grid(4, 2),
         {
-            names[0]: Seat(0, {"A": Task(), "G": Task(2)}),
-            names[1]: Seat(1, {"A": Task(split=True), "G": Task(split=True, ranks=(1, 3))}),
-            names[2]: Seat(1, {"A": Task(1), "G": Task(1)}),
+            names[0]: Assignment(0, {"A": Task(), "G": Task(2)}),
+            names[1]: Assignment(1, {"A": Task(split=True), "G": Task(split=True, ranks=(1, 3))}),
+            names[2]: Assignment(1, {"A": Task(1), "G": Task(1)}),
         },
     )
     seconds = [[PURE.solve(part.flops) for part in layer.parts] for layer in layers]

@@ -63,7 +63,7 @@ def go_on(
             getattr(training, f"save_{how}")(after)
         placement = training.optimizer.placement
         assert placement is not None
-        return parameters(training.plain), placement.seats
+        return parameters(training.plain), placement.assignments
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import kronfac
 from kronfac.optimizer.summary import _bytes
-from kronfac.placement.place import Placement, Seat, Task
+from kronfac.placement.place import Assignment, Placement, Task
 from tests.distributed.fake import world
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run
@@ -103,13 +103,13 @@ def test_owners_of_each_scheme() -> None:
 def test_owners_of_parts_and_of_divided_parts() -> None:
     with world(8, 2):
         optimizer = made(mlp(), "comm-opt")
-        placed, team = optimizer.placement, optimizer._preconditioner.team
+        placed, coordinator = optimizer.placement, optimizer._preconditioner.coordinator
         assert placed is not None
-        assert team is not None
+        assert coordinator is not None
 
         def shown(**tasks: Task) -> str:
-            seats = {**placed.seats, "0": Seat(0, tasks)}
-            team.use(Placement(placed.scheme, placed.grid, seats))
+            assignments = {**placed.assignments, "0": Assignment(0, tasks)}
+            coordinator.use(Placement(placed.scheme, placed.grid, assignments))
             return owners(optimizer)[0]
 
         assert shown(A=Task(5), G=Task(5)) == "5"
@@ -152,14 +152,14 @@ def measured(rank: int, scheme: Any, wrapped: bool, options: dict[str, Any]) -> 
         kept = [running.sum for running in state.running.values()]
         kept += [*(state.solution or {}).values(), state.momentum]
         held += sum(tensor.nbytes for tensor in kept if tensor is not None)
-    assert ours.team is not None
+    assert ours.coordinator is not None
     assert ours.ownership is not None
-    buckets = [one for group in ours.team.buckets.values() for one in group]
+    buckets = [one for group in ours.coordinator.buckets.values() for one in group]
     for bucket in [*buckets, *ours.ownership._buckets]:
         messages += bucket.flat.tensor.nbytes
         messages += sum(tensor.nbytes for tensor in bucket._scratch.values())
-    parcels = [*(ours.ownership._parcels or []), *optimizer_parcels(ours)]
-    messages += sum(parcel.flat.tensor.nbytes for parcel in parcels)
+    broadcasts = [*(ours.ownership._parcels or []), *optimizer_parcels(ours)]
+    messages += sum(broadcast.flat.tensor.nbytes for broadcast in broadcasts)
     return {"printed": printed, "held": held, "messages": messages}
 
 

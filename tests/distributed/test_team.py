@@ -33,8 +33,8 @@ def test_layers_that_come_later_are_placed_as_auto_has_chosen(
         assert after is not None
         assert after.scheme == before.scheme == "hybrid(0.5)"
         assert after.grid == before.grid
-        assert list(after.seats) == ["0", "1", "2"]
-        assert {name: after.seats[name] for name in before.seats} == before.seats
+        assert list(after.assignments) == ["0", "1", "2"]
+        assert {name: after.assignments[name] for name in before.assignments} == before.assignments
 
 
 def test_gradients_follow_when_places_change() -> None:
@@ -44,16 +44,16 @@ def test_gradients_follow_when_places_change() -> None:
         base = SGD(model.parameters(), lr=0.1)
         optimizer = kronfac.KFAC(model, base, distribute="mem-opt", factor_every=1, refresh_every=1)
         ours = optimizer._preconditioner
-        team, spreading = ours.team, ours.spreading
-        assert team is not None
+        coordinator, spreading = ours.coordinator, ours.spreading
+        assert coordinator is not None
         assert spreading is not None
 
         def step() -> list[tuple[int, ...]]:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-            return [parcel.channel.members for parcel in spreading._parcels]
+            return [broadcast.collectives.members for broadcast in spreading._parcels]
 
         assert step() == [(0, 1, 2, 3)]
-        team.use(place([team.unit(s) for s in ours.layers.values()], 4, Hybrid(0.5)))
+        coordinator.use(place([coordinator.unit(s) for s in ours.layers.values()], 4, Hybrid(0.5)))
         assert step() == [(0, 1)]

@@ -16,9 +16,9 @@ from tests.training import loss_of
 
 def limits(optimizer: kronfac.KFAC) -> set[float]:
     """Seconds after which messages fail, over all groups."""
-    team = optimizer._preconditioner.team
-    assert team is not None
-    groups = [one.group for one in team.world._channels.values() if one.group is not None]
+    coordinator = optimizer._preconditioner.coordinator
+    assert coordinator is not None
+    groups = [one.group for one in coordinator.world._collectives.values() if one.group is not None]
     assert len(groups) >= 2
     cpu = torch.device("cpu")
     return {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import kronfac
-from kronfac.distributed.comm.collectives import Channel
+from kronfac.distributed.comm.collectives import Collectives
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run
 from tests.distributed.test_unlike_ranks import Branches
@@ -160,12 +160,12 @@ class Logged:
     """Notes which tensors each message of statistics carries, and which layers are observed."""
 
     def __init__(self, optimizer: kronfac.KFAC) -> None:
-        team = optimizer._preconditioner.team
-        assert team is not None
-        self.team = team
+        coordinator = optimizer._preconditioner.coordinator
+        assert coordinator is not None
+        self.coordinator = coordinator
         self.messages: list[list[str]] = []
         self.observed: list[str] = []
-        listener = team.observed
+        listener = coordinator.observed
 
         def observed(state: Any, source: str) -> None:
             self.observed.append(f"{state.name}/{source}")
@@ -175,12 +175,12 @@ class Logged:
 
     def watch(self) -> None:
         """Note from now on which bucket is launched."""
-        channel: Channel = self.team.early
-        all_reduce, reduce = channel.all_reduce, channel.reduce
+        collectives: Collectives = self.coordinator.early
+        all_reduce, reduce = collectives.all_reduce, collectives.reduce
 
         def name(flat: Tensor) -> list[str]:
             start = flat.untyped_storage().data_ptr()
-            for buckets in self.team.buckets.values():
+            for buckets in self.coordinator.buckets.values():
                 for bucket in buckets:
                     if bucket.flat.tensor.untyped_storage().data_ptr() == start:
                         return bucket.keys
@@ -194,8 +194,8 @@ class Logged:
             self.messages.append(name(flat))
             return reduce(phase, flat, *rest)
 
-        channel.all_reduce = logged_all_reduce  # type: ignore[method-assign]
-        channel.reduce = logged_reduce  # type: ignore[method-assign]
+        collectives.all_reduce = logged_all_reduce  # type: ignore[method-assign]
+        collectives.reduce = logged_reduce  # type: ignore[method-assign]
 
 
 def in_their_own_order(rank: int, scheme: str, groups: list[list[str]]) -> Any:
@@ -210,8 +210,8 @@ def in_their_own_order(rank: int, scheme: str, groups: list[list[str]]) -> Any:
     logged = Logged(optimizer)
     for number in range(3):
         if number == 1:
-            logged.team.plan.groups = groups
-            logged.team.buckets.clear()
+            logged.coordinator.plan.groups = groups
+            logged.coordinator.buckets.clear()
             logged.watch()
             logged.observed.clear()
         optimizer.zero_grad()

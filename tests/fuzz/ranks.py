@@ -19,7 +19,7 @@ from tests.fuzz.training import backward, values
 STEPS = 5
 
 
-class World:
+class ProcessGroup:
     """How a seed's run is shared out over ranks."""
 
     def __init__(self, seed: int) -> None:
@@ -67,7 +67,7 @@ def shard(case: Case, step: int, rank: int) -> list[Part]:
 def on_rank(rank: int, seed: int) -> tuple[list[dict[str, Tensor]], list[int]]:
     """Parameters after each step, and the steps after which ranks did not have the same bits."""
     warnings.simplefilter("ignore", UserWarning)  # advice on settings that were drawn by chance
-    world = World(seed)
+    world = ProcessGroup(seed)
     case = world.case
     net, _ = case.make()
     model: nn.Module = net

@@ -17,7 +17,7 @@ def fold(case: Case, layer: Layer, passes: list[rows.SeenPass]) -> None:
     """Let the past fade and add what a step has shown."""
     layer.A.decay(case.options["decay"])
     layer.G.decay(case.options["decay"])
-    normaliser = Normaliser(case, passes)
+    normalizer = Normalizer(case, passes)
     seen = [(one, one.of(layer.names)) for one in passes if one.of(layer.names)]
     outputs = []
     for one, uses in seen:
@@ -32,10 +32,10 @@ def fold(case: Case, layer: Layer, passes: list[rows.SeenPass]) -> None:
     for one, sides, grouped in outputs:
         total = _scatter(sides, grouped)
         if total is not None:
-            layer.G.add(total * one.share * normaliser.scale, normaliser.count(one))
+            layer.G.add(total * one.share * normalizer.scale, normalizer.count(one))
 
 
-class Normaliser:
+class Normalizer:
     """N of a step, and the part of it that a pass counts."""
 
     def __init__(self, case: Case, passes: list[rows.SeenPass]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import run
-from tests.fuzz.ranks import STEPS, World, alone, on_rank
+from tests.fuzz.ranks import STEPS, ProcessGroup, alone, on_rank
 from tests.fuzz.training import difference
 
 #: Advice on settings that were drawn by chance is not looked at; a layer that is missed raises.
@@ -25,7 +25,7 @@ def runs() -> Any:
 
 @runs()
 def test_ranks_take_the_steps_of_one_process(seed: int) -> None:
-    world = World(seed)
+    world = ProcessGroup(seed)
     print(world)
     expected = alone(world.case)
     by_rank = run(world.size, on_rank, seed)

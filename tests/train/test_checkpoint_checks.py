@@ -184,12 +184,12 @@ ROWS: list[tuple[str, str, Callable[[Content], None], str]] = [
     ("an infinite factor", "kfac", spoil("kronfac.G.sum", math.inf), "kronfac.G.sum of parameter"),
     ("a solution of NaN", "kfac", spoil("kronfac.solution.A.vectors"), "not finite"),
     ("a buffer of NaN", "sgd", spoil("momentum_buffer"), "momentum_buffer of parameter 0 holds"),
-    ("no schedule", "kfac", forget("kronfac.step.schedule"), "has no kronfac.step.schedule of parameter"),
+    ("no schedule", "kfac", forget("kronfac.schedule"), "has no kronfac.schedule of parameter"),
     ("no step of K-FAC", "kfac", forget("kronfac.step"), "has no kronfac.step of parameter"),
-    ("a textual schedule", "kfac", lambda c: put("kronfac.step.schedule", value="x")(
-        entry(c, "kronfac.step.schedule")), "does not fit this model or optimizer"),
-    ("a short schedule", "kfac", lambda c: put("kronfac.step.schedule", value=torch.zeros(2))(
-        entry(c, "kronfac.step.schedule")), "does not fit this model or optimizer"),
+    ("a textual schedule", "kfac", lambda c: put("kronfac.schedule", value="x")(
+        entry(c, "kronfac.schedule")), "does not fit this model or optimizer"),
+    ("a short schedule", "kfac", lambda c: put("kronfac.schedule", value=torch.zeros(2))(
+        entry(c, "kronfac.schedule")), "does not fit this model or optimizer"),
     ("a factor of text", "kfac", lambda c: put("kronfac.A.sum", value="x")(
         entry(c, "kronfac.A.sum")), "does not fit this model or optimizer"),
     ("a buffer of another shape", "adamw", lambda c: put("exp_avg", value=torch.zeros(2))(

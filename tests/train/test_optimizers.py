@@ -13,7 +13,7 @@ from kronfac import KFAC
 from kronfac.runs.errors import UserError
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.kfac_schedules import as_callable
-from kronfac.train.optim.muon import FlatMuon, Pair, hidden_weights
+from kronfac.train.optim.muon import Composite, FlatMuon, hidden_weights
 from kronfac.train.recipe.recipe import OptimizerPart
 
 
@@ -97,7 +97,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
     model = net()
     assert hidden_weights(model) == [model[0].weight, model[4].weight]  # type: ignore[index]
     optimizer = build("muon", model, other_lr=0.01)
-    assert isinstance(optimizer, Pair)
+    assert isinstance(optimizer, Composite)
     muon, adamw = optimizer.members
     assert [tuple(matrix.shape) for matrix in muon.matrices] == [(4, 9), (8, 16)]
     assert sum(len(group["params"]) for group in adamw.param_groups) == 5

@@ -17,23 +17,23 @@ from torch import Tensor
 from kronfac.layers import Layer
 from kronfac.layers.rows import DenseRows, Rows
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normaliser, Pass, count_dtype
+from kronfac.statistics.pending import Normalizer, Pass, count_dtype
 
 #: Adds a flat tensor up over ranks, in place.
 AddUp = Callable[[Tensor], None]
 
 
-def serves_all_samples(state: LayerState, rows: Rows, first: Tensor, seen: Pass) -> bool:
+def serves_all_samples(state: LayerState, rows: Rows, first: Tensor, forward_pass: Pass) -> bool:
     """Whether rows stand for all samples of a pass, given the input or output that they come from."""
     lone = state.layer.picks_columns and first.dim() == 1
     if rows.samples != 1 and not lone:
         return False
-    if seen.samples == 1:  # it looks like any other
+    if forward_pass.samples == 1:  # it looks like any other
         return state.broadcast
-    if lone and len(first) == seen.samples:
+    if lone and len(first) == forward_pass.samples:
         return _are_positions(state, first)  # or one token of each sample
     # [1, N, d]: a sequence of length one with its samples in the second dimension
-    return not (first.dim() == 3 and first.shape[1] == seen.samples)
+    return not (first.dim() == 3 and first.shape[1] == forward_pass.samples)
 
 
 def _are_positions(state: LayerState, tokens: Tensor) -> bool:
@@ -73,7 +73,7 @@ def agree(states: Sequence[LayerState], largest: Callable[[list[float]], Tensor]
 
 
 def settle(
-    states: Iterable[LayerState], normaliser: Normaliser, add_up: AddUp | None, adds: bool
+    states: Iterable[LayerState], normalizer: Normalizer, add_up: AddUp | None, adds: bool
 ) -> None:
     """Add rows up over ranks and turn them into contributions, on a rank that adds them."""
     for state in states:
@@ -81,7 +81,7 @@ def settle(
         if state.broadcast:
             if add_up is None:
                 state.broadcast_size = pending.summed_size
-            flat = _flat(state, normaliser)
+            flat = _flat(state, normalizer)
             if add_up is not None:
                 add_up(flat)
             if adds and state.broadcast_size:
@@ -91,18 +91,18 @@ def settle(
         pending.summed.clear()
 
 
-def _flat(state: LayerState, normaliser: Normaliser) -> Tensor:
+def _flat(state: LayerState, normalizer: Normalizer) -> Tensor:
     """This rank's rows of all draws and the number of its samples, or zeros, ``[size + 1]``."""
     layer, summed = state.layer, state.pending.summed
     dtype, device = layer.factor_dtype, layer.weight.device
     flat = torch.zeros(state.broadcast_size + 1, dtype=dtype, device=device)
     if state.pending.summed_size == state.broadcast_size and summed:
         rows = torch.cat([one.rows.reshape(-1) for one in summed.values()])
-        rows = rows * normaliser.scale(1)
+        rows = rows * normalizer.scale(1)
         finite = torch.isfinite(rows.sum())
         flat[:-1] = rows.masked_fill_(~finite, 0)
         passes = next(iter(summed.values())).passes
-        flat[-1] = normaliser.count(dict.fromkeys(passes, finite)).to(dtype)
+        flat[-1] = normalizer.count(dict.fromkeys(passes, finite)).to(dtype)
     return flat
 
 

@@ -57,10 +57,12 @@ class Watch:
 class Edge:
     """A product of the last forward, for gradients that ``observe()`` asks for."""
 
-    def __init__(self, state: LayerState, seen: Pass, kept: list[Any], product: Tensor) -> None:
+    def __init__(
+        self, state: LayerState, forward_pass: Pass, kept: list[Any], product: Tensor
+    ) -> None:
         source = source_of(product)
         self.state = state
-        self.seen = seen
+        self.forward_pass = forward_pass
         self.kept = kept
         self.view = OutputView(product, source)
         self.gradient = get_gradient_edge(source)
@@ -182,11 +184,11 @@ class Capture:
     @property
     def _current(self) -> Pass | None:
         """The pass that is open, whether its forward is compiled or not."""
-        switch, (ticket, seen) = self.switch, self._opened
+        switch, (ticket, forward_pass) = self.switch, self._opened
         if switch.depth == 0 or switch.open_pass is switch.no_pass:
             return None
         if switch.open_pass is ticket:
-            return seen
+            return forward_pass
         return self.calls.passes.get(int(switch.open_pass))  # opened by a graph
 
     def clear_outputs(self) -> None:
@@ -203,8 +205,8 @@ class Capture:
         self.clear_outputs()
         self.close_forwards()
         if self.edges:
-            newest = self.edges[-1].seen
-            self.edges = [edge for edge in self.edges if edge.seen is newest]
+            newest = self.edges[-1].forward_pass
+            self.edges = [edge for edge in self.edges if edge.forward_pass is newest]
         for state in self.states:
             state.pending.release_inputs()
 
@@ -230,10 +232,10 @@ class Capture:
             return
         if _inside_backward():
             return  # activation checkpointing repeats a forward that was seen
-        seen = self.new_pass(first_tensor((args, kwargs)), module.training)
-        if seen is not None:
-            self.switch.open_pass = self.calls.add_pass(seen)
-        self._opened = (self.switch.open_pass, seen)
+        forward_pass = self.new_pass(first_tensor((args, kwargs)), module.training)
+        if forward_pass is not None:
+            self.switch.open_pass = self.calls.add_pass(forward_pass)
+        self._opened = (self.switch.open_pass, forward_pass)
 
     def new_pass(self, first: Tensor | None, trains: bool) -> Pass | None:
         """The pass of a forward with gradients whose first tensor this is.
@@ -243,10 +245,10 @@ class Capture:
         self._notice_cleared_gradients()
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
-        seen = None if unknown or first is None else Pass(first.shape[0])
+        forward_pass = None if unknown or first is None else Pass(first.shape[0])
         if trains:
-            self._latest = seen
-        return seen
+            self._latest = forward_pass
+        return forward_pass
 
     def _close(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -256,13 +258,13 @@ class Capture:
         if self.switch.depth > 1:
             self.switch.depth -= 1
             return
-        seen = self._current
+        forward_pass = self._current
         self.switch.close()
-        if seen is None or not self._counts_terms:
+        if forward_pass is None or not self._counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
-            watch_gradient(scores, partial(seen.see_scores, scores.dim(), scores.shape[-1]))
+            watch_gradient(scores, partial(forward_pass.see_scores, scores.dim(), scores.shape[-1]))
 
     @property
     def _counts_terms(self) -> bool:
@@ -283,26 +285,26 @@ class Capture:
         if not self.due or not module.training:
             return None
         if not torch.is_grad_enabled():
-            seen = self._current  # only a forward with gradients opens a pass
-            if seen is not None and not self._paused:
-                self._unrecorded.setdefault(module, []).append(seen)
+            forward_pass = self._current  # only a forward with gradients opens a pass
+            if forward_pass is not None and not self._paused:
+                self._unrecorded.setdefault(module, []).append(forward_pass)
             return None
         # Paused or not: a repeated forward has to do what the first one did.
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, seen = not self._paused and not _inside_transform(), self._current
+        counts, forward_pass = not self._paused and not _inside_transform(), self._current
         if counts and _inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
             counts = bool(unrecorded)
-            seen = unrecorded.pop() if unrecorded else None
+            forward_pass = unrecorded.pop() if unrecorded else None
 
         def see(part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
             state = watch.states.get(part)
             if counts and state is not None and self._is_seen(state, part, module, product):
-                self._observe(state, seen, inputs, product)
+                self._observe(state, forward_pass, inputs, product)
             return product
 
         return watch.split(see, module, args, kwargs, output)
@@ -327,54 +329,58 @@ class Capture:
             watch.random = None if first is None else random_state(first.device)
 
     def _observe(
-        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...], product: Tensor
+        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...], product: Tensor
     ) -> None:
-        seen = self.observe_call(state, seen, inputs)
+        forward_pass = self.observe_call(state, forward_pass, inputs)
         if self.options.fisher == "forward":
             return
         kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
         if self.options.sampled:
-            self.edges.append(Edge(state, seen, kept, product))
+            self.edges.append(Edge(state, forward_pass, kept, product))
         else:
-            watch_product(product, partial(self._backward, state, seen, kept))
+            watch_product(product, partial(self._backward, state, forward_pass, kept))
 
-    def observe_call(self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]) -> Pass:
+    def observe_call(
+        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
+    ) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""
         if state.layer.stale():
             state.reset()
         first = inputs[0]
-        if seen is None:
-            seen = self._implicit_pass(state, first)
+        if forward_pass is None:
+            forward_pass = self._implicit_pass(state, first)
         with observing(first.device):
-            self._observe_input(state, inputs, seen)
-        return seen
+            self._observe_input(state, inputs, forward_pass)
+        return forward_pass
 
     def observe_traced_call(
-        self, state: LayerState, seen: Pass | None, inputs: tuple[Any, ...]
+        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
     ) -> Pass:
         """The same for a product in a compiled graph."""
         self.forward_seen = self.hooks_work = True
-        return self.observe_call(state, seen, inputs)
+        return self.observe_call(state, forward_pass, inputs)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
         if module.training and torch.is_grad_enabled():
             self.forward_seen = True
 
-    def _observe_input(self, state: LayerState, values: tuple[Any, ...], seen: Pass) -> None:
+    def _observe_input(
+        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass
+    ) -> None:
         if not state.observed:
             return
         with self.phases("observe-input", state.name):
             rows = state.layer.inputs(values)
             if rows is None:
                 return
-            broadcast = serves_all_samples(state, rows, values[0], seen)
-            if state.block.holds_rows and (broadcast or rows.samples != seen.samples):
+            broadcast = serves_all_samples(state, rows, values[0], forward_pass)
+            if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
                 state.fall_back_to_expand()
             if state.block.holds_rows:
-                state.pending.hold_input(rows.summed(), rows.positions, seen)
+                state.pending.hold_input(rows.summed(), rows.positions, forward_pass)
             else:
-                times = seen.samples if broadcast else 1  # one row for each sample
+                times = forward_pass.samples if broadcast else 1  # one row for each sample
                 found = state.block.observe_input(rows)
                 state.pending.add_input(
                     found if times == 1 else {n: x.mul_(times) for n, x in found.items()},
@@ -399,29 +405,31 @@ class Capture:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def _backward(self, state: LayerState, seen: Pass, kept: list[Any], grad: Tensor) -> None:
+    def _backward(
+        self, state: LayerState, forward_pass: Pass, kept: list[Any], grad: Tensor
+    ) -> None:
         if self._paused or state not in self.states or is_batched(grad):
             return
         with observing(grad.device):
-            self.observe_output(state, seen, grad, tuple(kept))
+            self.observe_output(state, forward_pass, grad, tuple(kept))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             kept.clear()  # the graph, and this hook with it, may live on
 
     def observe_traced_output(
-        self, state: LayerState, seen: Pass, kept: tuple[Any, ...], grad: Tensor
+        self, state: LayerState, forward_pass: Pass, kept: tuple[Any, ...], grad: Tensor
     ) -> None:
         """The gradient of one product's output in a compiled backward."""
         if self.options.fisher == "empirical":
-            self._backward(state, seen, list(kept), grad)
+            self._backward(state, forward_pass, list(kept), grad)
         elif self.draw is not None:
             draw, share = self.draw
             with observing(grad.device):
-                self.observe_output(state, seen, grad, kept, draw, share, scaled=False)
+                self.observe_output(state, forward_pass, grad, kept, draw, share, scaled=False)
 
     def observe_output(
         self,
         state: LayerState,
-        seen: Pass,
+        forward_pass: Pass,
         grad: Tensor,
         kept: tuple[Any, ...],
         draw: int = 0,
@@ -433,16 +441,16 @@ class Capture:
         ``kept`` are the product's inputs if the layer needs them again. ``share`` is its weight in a
         mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
         """
-        self.passes[seen] = None
+        self.passes[forward_pass] = None
         if not state.observed:
             return
         with self.phases("observe-output", state.name):
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
             rows = state.layer.outputs(grad, kept)
-            grouped = rows.samples == seen.samples
-            if serves_all_samples(state, rows, kept[0] if kept else grad, seen):
-                self._sum_output(state, rows, seen, kept, draw, share)
+            grouped = rows.samples == forward_pass.samples
+            if serves_all_samples(state, rows, kept[0] if kept else grad, forward_pass):
+                self._sum_output(state, rows, forward_pass, kept, draw, share)
                 return
             if not grouped and state.layer.unit_wise:
                 state.note = "rows not grouped by sample: each counts as one"
@@ -450,9 +458,9 @@ class Capture:
             elif not grouped and state.block.holds_rows:
                 state.fall_back_to_expand()
             if state.block.holds_rows and grouped:
-                state.pending.hold_output(rows.summed(), seen, draw, share)
+                state.pending.hold_output(rows.summed(), forward_pass, draw, share)
             else:
-                state.pending.add_output(state.block.observe_output(rows), seen, share)
+                state.pending.add_output(state.block.observe_output(rows), forward_pass, share)
         if self.listener is not None:
             self.listener(state, "output")
 
@@ -460,7 +468,7 @@ class Capture:
         self,
         state: LayerState,
         rows: Rows,
-        seen: Pass,
+        forward_pass: Pass,
         kept: tuple[Any, ...],
         draw: int,
         share: float,
@@ -469,7 +477,7 @@ class Capture:
         if not any(one.source == "output" for one in state.block.statistics.values()):
             return
         summed = summed_rows(state.layer, rows, kept)
-        if not state.pending.hold_summed(summed, seen, draw, share):
+        if not state.pending.hold_summed(summed, forward_pass, draw, share):
             state.note = "one input for all samples, of changing size"
 
     def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -67,10 +67,10 @@ class Calls:
         self.products.clear()
         self.latest.clear()
 
-    def add_pass(self, seen: Pass) -> Tensor:
+    def add_pass(self, forward_pass: Pass) -> Tensor:
         """Return the ticket of a pass."""
         number = next(_NUMBERS)
-        self.passes[number] = seen
+        self.passes[number] = forward_pass
         return _ticket(number)
 
 
@@ -97,8 +97,10 @@ def register(capture: Capture) -> int:
 @torch.library.custom_op("kronfac::open", mutates_args=())
 def _open(first: Tensor, trains: bool, capture: int, site: int) -> Tensor:
     found = _CAPTURES.get(capture)
-    seen = None if found is None else found.new_pass(first, trains)
-    return _ticket(-1) if found is None or seen is None else found.calls.add_pass(seen)
+    forward_pass = None if found is None else found.new_pass(first, trains)
+    return (
+        _ticket(-1) if found is None or forward_pass is None else found.calls.add_pass(forward_pass)
+    )
 
 
 @torch.library.custom_op("kronfac::watch", mutates_args=())
@@ -128,8 +130,8 @@ def _observe_product(
     state, number = found.states[layer], next(_NUMBERS)
     if not state.layer.weight.requires_grad:
         return -1
-    seen = found.observe_traced_call(state, calls.passes.get(open_pass), tuple(inputs))
-    calls.products[number] = (state, seen)
+    forward_pass = found.observe_traced_call(state, calls.passes.get(open_pass), tuple(inputs))
+    calls.products[number] = (state, forward_pass)
     calls.latest[open_pass, layer, site] = number
     return number
 
@@ -147,18 +149,18 @@ def _observe_output(grad: Tensor, kept: list[Tensor], product: Tensor, capture: 
 @torch.library.custom_op("kronfac::count_terms", mutates_args=())
 def _count_terms(grad: Tensor, open_pass: Tensor, capture: int) -> Tensor:
     found = _CAPTURES.get(capture)
-    seen = None if found is None else found.calls.passes.get(int(open_pass))
-    if seen is not None:
-        seen.count_terms(grad)
+    forward_pass = None if found is None else found.calls.passes.get(int(open_pass))
+    if forward_pass is not None:
+        forward_pass.count_terms(grad)
     return grad.clone()
 
 
 def _see_scores(open_pass: Tensor, capture: int, dims: int, width: int) -> None:
     """Note what scores look like whose gradient stays in the graph."""
     found = _CAPTURES.get(capture)
-    seen = None if found is None else found.calls.passes.get(int(open_pass))
-    if seen is not None:
-        seen.see_scores(dims, width, None)
+    forward_pass = None if found is None else found.calls.passes.get(int(open_pass))
+    if forward_pass is not None:
+        forward_pass.see_scores(dims, width, None)
 
 
 @_open.register_fake

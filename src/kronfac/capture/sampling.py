@@ -102,12 +102,12 @@ class Observer:
 
     def _share_terms(self, weights: Tensor) -> None:
         """Tell the passes how many loss terms they have, by their share of the samples."""
-        passes = {edge.seen: None for edge in self.capture.edges}
-        passes |= {seen: None for _, seen in self.capture.calls.products.values()}
+        passes = {edge.forward_pass: None for edge in self.capture.edges}
+        passes |= {forward_pass: None for _, forward_pass in self.capture.calls.products.values()}
         terms = weights.sum(dtype=count_dtype(weights.device))
-        samples = max(1, sum(seen.samples for seen in passes))
-        for seen in passes:
-            seen.terms = terms * (seen.samples / samples)
+        samples = max(1, sum(forward_pass.samples for forward_pass in passes))
+        for forward_pass in passes:
+            forward_pass.terms = terms * (forward_pass.samples / samples)
 
     def _send(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         gradient = gradient.to(outputs.dtype)
@@ -121,7 +121,7 @@ class Observer:
                 if grad is not None:
                     grad, kept = edge.view.restore(grad), tuple(edge.kept)
                     self.capture.observe_output(
-                        edge.state, edge.seen, grad, kept, draw, share, scaled=False
+                        edge.state, edge.forward_pass, grad, kept, draw, share, scaled=False
                     )
 
     def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:

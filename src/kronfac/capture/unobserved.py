@@ -13,7 +13,7 @@ from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 
 
-class Missing:
+class Unobserved:
     """Warns of each such layer once, or raises."""
 
     def __init__(self, options: Options, capture: Capture) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.placement.costs import Compute, Link
 
 #: Bytes of the message that measures bandwidth.
@@ -22,21 +22,21 @@ _links: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
 _speeds: WeakKeyDictionary[Any, Compute] = WeakKeyDictionary()
 
 
-def measure_link(world: World) -> Link:
+def measure_link(world: ProcessGroup) -> Link:
     """Latency and time per byte of messages among all ranks; measured once."""
     if world.parent not in _links:
         _links[world.parent] = _measure_link(world)
     return _links[world.parent]
 
 
-def measure_compute(world: World) -> Compute:
+def measure_compute(world: ProcessGroup) -> Compute:
     """Speed of decompositions and of products, all ranks working at once; measured once."""
     if world.parent not in _speeds:
         _speeds[world.parent] = _measure_compute(world)
     return _speeds[world.parent]
 
 
-def _measure_link(world: World, repeat: int = 5) -> Link:
+def _measure_link(world: ProcessGroup, repeat: int = 5) -> Link:
     """From small and large all-reduces."""
     if world.size == 1:
         return Link(0.0, 0.0)
@@ -52,7 +52,7 @@ def _measure_link(world: World, repeat: int = 5) -> Link:
     return Link(latency, max(whole - latency, 1e-9) / sent)
 
 
-def _measure_compute(world: World, repeat: int = 5) -> Compute:
+def _measure_compute(world: ProcessGroup, repeat: int = 5) -> Compute:
     matrix = torch.eye(PROBE_WIDTH, device=world.device) + 1e-3
     solve = _seconds(lambda: torch.linalg.eigh(matrix), world, repeat)
     product = _seconds(lambda: matrix @ matrix, world, repeat)
@@ -61,7 +61,7 @@ def _measure_compute(world: World, repeat: int = 5) -> Compute:
     return Compute(9 * cube / solve, 2 * cube / product)
 
 
-def _seconds(work: Callable[[], object], world: World, repeat: int) -> float:
+def _seconds(work: Callable[[], object], world: ProcessGroup, repeat: int) -> float:
     times = []
     for attempt in range(repeat + 1):
         started = _now(world.device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 
 #: Gradients that were averaged by the same collective differ by less than this.
 TOLERANCE = 1e-6
@@ -31,7 +31,7 @@ def group_of(model: nn.Module) -> Any:
     return None
 
 
-def check_gradients(world: World, parameters: Iterable[nn.Parameter]) -> None:
+def check_gradients(world: ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:
     """Raise on all ranks unless they have the same gradients."""
     if _differs(world, [p.grad for p in parameters if p.grad is not None]):
         raise RuntimeError(
@@ -41,7 +41,7 @@ def check_gradients(world: World, parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def check_parameters(world: World, parameters: Iterable[nn.Parameter]) -> None:
+def check_parameters(world: ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:
     """Raise on all ranks unless they start from the same parameters."""
     if _differs(world, [p.detach() for p in parameters]):
         raise RuntimeError(
@@ -50,7 +50,7 @@ def check_parameters(world: World, parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def _differs(world: World, tensors: Iterable[Tensor]) -> bool:
+def _differs(world: ProcessGroup, tensors: Iterable[Tensor]) -> bool:
     sums = torch.zeros(3, dtype=torch.float64, device="cpu")
     for number, tensor in enumerate(tensors, start=1):
         values = tensor.coalesce().values() if tensor.is_sparse else tensor

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.buckets import Bucket
-from kronfac.distributed.comm.collectives import Channel
+from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.comm.plan import Plan
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.reduce import Moment, Round
 from kronfac.distributed.refresh import Solving, Work
 from kronfac.distributed.workload import unit_of
@@ -30,10 +30,10 @@ from kronfac.state.timing import Phases
 from kronfac.statistics.pending import count_dtype
 
 
-class Team:
+class Distributed:
     """The layers of one optimizer, shared out over the ranks of a world."""
 
-    def __init__(self, world: World, settings: Distribute, phases: Phases) -> None:
+    def __init__(self, world: ProcessGroup, settings: Distribute, phases: Phases) -> None:
         self.world = world
         self.settings = settings
         self.phases = phases
@@ -43,7 +43,9 @@ class Team:
         self.round: Round | None = None
         #: The way of statistics. They leave early where a rank has observed them, and at the step where
         #: it has not: because a layer is not used there, or because the rank has run out of batches.
-        self.early = world.channel(range(world.size), "early") if settings.overlap else world.all
+        self.early = (
+            world.collectives(range(world.size), "early") if settings.overlap else world.all
+        )
         #: Memory of messages, kept from one round to the next.
         self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
         #: Seconds in which this rank did nothing but wait for statistics.
@@ -102,21 +104,21 @@ class Team:
         if self.settings.scheme in ("auto", "spd"):  # they follow measurements
             placement = Placement.from_json(self.world.first(placement.to_json()))
         if self.placement is not None:
-            seats = {**self.placement.seats, **placement.seats}
-            placement = Placement(placement.scheme, placement.grid, seats)
+            assignments = {**self.placement.assignments, **placement.assignments}
+            placement = Placement(placement.scheme, placement.grid, assignments)
         self.use(placement)
 
     def use(self, placement: Placement) -> None:
         """Work by this placement from now on."""
         self.placement = placement
         grid, rank = placement.grid, self.world.rank
-        self.column: Channel = self.world.channel(tuple(grid.column(grid.column_of(rank))))
-        self.row: Channel = self.world.channel(tuple(grid.row(grid.row_of(rank))))
+        self.column: Collectives = self.world.collectives(tuple(grid.column(grid.column_of(rank))))
+        self.row: Collectives = self.world.collectives(tuple(grid.row(grid.row_of(rank))))
         self.buckets.clear()
         index = itertools.count()
         for state in self._units:
-            state.works = self.works_on(state)
-            state.observed = state.works or not self.is_local
+            state.is_worker = self.works_on(state)
+            state.observed = state.is_worker or not self.is_local
             kept = [name for name in state.running if self._keeps(state, name, next(index))]
             state.kept = frozenset(kept)
 
@@ -163,7 +165,7 @@ class Team:
 
     def task(self, state: LayerState, part: str) -> Task:
         """Where a part of a layer is solved."""
-        return self._placed.seats[self._names[state]].tasks[part]
+        return self._placed.assignments[self._names[state]].tasks[part]
 
     def solvers(self, state: LayerState, part: str) -> tuple[int, ...]:
         """The ranks that solve a part of a layer."""
@@ -176,7 +178,7 @@ class Team:
 
     def _keeps(self, state: LayerState, name: str, index: int) -> bool:
         if self.is_local:
-            return state.works
+            return state.is_worker
         keeper = self._placed.keeper(self._units[state], self.key(state, name), index)
         return keeper == self.world.rank
 
@@ -208,7 +210,7 @@ class Team:
             return
         self._loaded = False
         missing = [
-            float(s.works and s.solution is None and s.solved_at is not None) for s in states
+            float(s.is_worker and s.solution is None and s.solved_at is not None) for s in states
         ]
         never = [float(state.solved_at is None) for state in states]
         total = self.world.total([*missing, *never]).tolist()
@@ -233,7 +235,7 @@ class Team:
 
     def stats(self) -> dict[str, Any]:
         """What has travelled."""
-        return {**self.world.ledger.stats(), "waited": self.waited}
+        return {**self.world.traffic.stats(), "waited": self.waited}
 
     # --- statistics -----------------------------------------------------------------------------
 
@@ -390,7 +392,7 @@ class Team:
 
     def gradient_root(self, state: LayerState) -> int:
         """The rank of this row that preconditions a layer's gradient."""
-        column = self._placed.seats[self._names[state]].column
+        column = self._placed.assignments[self._names[state]].column
         return self._placed.grid.root(self.world.rank, column)
 
     # --- saving ---------------------------------------------------------------------------------
@@ -416,10 +418,10 @@ class Team:
         if saved["size"] != self.world.size or saved["scheme"] != str(self.settings.scheme):
             return
         placement = Placement.from_json(saved["placement"])
-        if set(placement.seats) != set(self._names.values()):
+        if set(placement.assignments) != set(self._names.values()):
             return
         for state, name in self._names.items():
-            parts, tasks = state.block.parts, placement.seats[name].tasks
+            parts, tasks = state.block.parts, placement.assignments[name].tasks
             if set(tasks) != set(parts) or any(
                 task.split and parts[part].shared_flops is None for part, task in tasks.items()
             ):

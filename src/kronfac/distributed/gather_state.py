@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 
 
-def gather_state(world: World, own: dict[str, Any], to: int) -> dict[str, Any] | None:
+def gather_state(world: ProcessGroup, own: dict[str, Any], to: int) -> dict[str, Any] | None:
     """Put the ranks' state dicts together on one of them, on the CPU; the others get ``None``.
 
     What several ranks hold is taken from the first of them and sent by no other.

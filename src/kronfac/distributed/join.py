@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from kronfac.distributed.comm.broadcast import make_parcels
+from kronfac.distributed.comm.broadcast import make_broadcasts
 from kronfac.distributed.comm.flat import Item
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 
 
 class ShadowHook(JoinHook):
@@ -47,7 +47,9 @@ def is_joining(optimizer: Any) -> bool:
     return False
 
 
-def exchange_gradients(world: World, parameters: Sequence[nn.Parameter], active: bool) -> None:
+def exchange_gradients(
+    world: ProcessGroup, parameters: Sequence[nn.Parameter], active: bool
+) -> None:
     """Give joined ranks the gradients that the active ones agree on."""
     here = [0.0] * world.size
     here[world.rank] = float(active)
@@ -62,15 +64,15 @@ def exchange_gradients(world: World, parameters: Sequence[nn.Parameter], active:
         Item(str(index), tuple(p.shape), p.dtype, p.device, root=root)
         for index, p in enumerate(used)
     ]
-    for parcel in make_parcels(items, world.all, "control", None):
-        if parcel.mine:
-            for key in parcel.keys:
-                parcel.put(key, _dense(used[int(key)].grad))
-        parcel.launch()
-        parcel.wait()
+    for broadcast in make_broadcasts(items, world.all, "control", None):
+        if broadcast.mine:
+            for key in broadcast.keys:
+                broadcast.put(key, _dense(used[int(key)].grad))
+        broadcast.launch()
+        broadcast.wait()
         if not active:
-            for key in parcel.keys:
-                used[int(key)].grad = parcel.take(key).clone()
+            for key in broadcast.keys:
+                used[int(key)].grad = broadcast.take(key).clone()
     if not active:
         for parameter, flag in zip(parameters, found, strict=True):
             if not flag:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kronfac.distributed.coordinator import Team
+from kronfac.distributed.coordinator import Distributed
 from kronfac.distributed.parameter_owners import Ownership
 from kronfac.state.layer_state import LayerState
 
@@ -28,33 +28,35 @@ class Overview:
     message_bytes: int
 
 
-def overview(team: Team, ownership: Ownership, states: Sequence[LayerState]) -> Overview:
+def overview(
+    coordinator: Distributed, ownership: Ownership, states: Sequence[LayerState]
+) -> Overview:
     """Look at a team."""
-    sizes = [_statistics(team, state) for state in states if not team.is_local]
-    if team.spreads:
-        sizes += [_gradient(team, state) for state in states]
+    sizes = [_statistics(coordinator, state) for state in states if not coordinator.is_local]
+    if coordinator.spreads:
+        sizes += [_gradient(coordinator, state) for state in states]
     return Overview(
-        line=_line(team),
-        owners={state: owners(team, state) for state in states},
+        line=_line(coordinator),
+        owners={state: owners(coordinator, state) for state in states},
         message_bytes=sum(sizes) + ownership.message_bytes,
     )
 
 
-def _line(team: Team) -> str:
-    placement = team.placement
+def _line(coordinator: Distributed) -> str:
+    placement = coordinator.placement
     assert placement is not None
     workers, size = placement.grid.workers, placement.grid.size
-    chosen = "auto, " if team.settings.scheme == "auto" else ""
+    chosen = "auto, " if coordinator.settings.scheme == "auto" else ""
     work = "works" if workers == 1 else "work"
     who = f"{workers} of {size} ranks {work} on each layer"
-    return f"{chosen}{placement.scheme}: {who}; this is rank {team.world.rank}."
+    return f"{chosen}{placement.scheme}: {who}; this is rank {coordinator.world.rank}."
 
 
-def owners(team: Team, state: LayerState) -> str:
+def owners(coordinator: Distributed, state: LayerState) -> str:
     """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its parts, ``"0+3"`` for a divided one."""
     parts = []
     for part in state.block.parts:
-        task, ranks = team.task(state, part), team.solvers(state, part)
+        task, ranks = coordinator.task(state, part), coordinator.solvers(state, part)
         if task.rank is not None:
             parts.append(str(task.rank))
         elif not task.split:
@@ -65,17 +67,19 @@ def owners(team: Team, state: LayerState) -> str:
     return parts[0] if len(set(parts)) == 1 else ",".join(parts)
 
 
-def _statistics(team: Team, state: LayerState) -> int:
+def _statistics(coordinator: Distributed, state: LayerState) -> int:
     """Bytes that leave, and those that all others send here if only this rank needs them."""
     total = 0
-    for name, statistic in zip(state.running, team.unit(state).statistics, strict=True):
-        wire = team.settings.wire_dtype
+    for name, statistic in zip(state.running, coordinator.unit(state).statistics, strict=True):
+        wire = coordinator.settings.wire_dtype
         size = statistic.elements * (statistic.itemsize if wire is None else wire.itemsize)
-        collected = team.early.direct and team.root(state, name) == team.world.rank
-        total += size * (team.world.size if collected else 1)
+        collected = (
+            coordinator.early.direct and coordinator.root(state, name) == coordinator.world.rank
+        )
+        total += size * (coordinator.world.size if collected else 1)
     return total
 
 
-def _gradient(team: Team, state: LayerState) -> int:
-    dtype = team.settings.wire_dtype or state.layer.weight.dtype
-    return team.unit(state).gradient_elements * dtype.itemsize
+def _gradient(coordinator: Distributed, state: LayerState) -> int:
+    dtype = coordinator.settings.wire_dtype or state.layer.weight.dtype
+    return coordinator.unit(state).gradient_elements * dtype.itemsize

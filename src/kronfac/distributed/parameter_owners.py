@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.distributed.comm.broadcast import Parcel, make_parcels
+from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item, alike
-from kronfac.distributed.coordinator import Team
+from kronfac.distributed.coordinator import Distributed
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.pending import count_dtype
 
@@ -26,12 +26,12 @@ from kronfac.statistics.pending import count_dtype
 class Ownership:
     """Which rank steps which parameter. Without owners it does nothing."""
 
-    def __init__(self, team: Team, reduces: bool) -> None:
-        self.team = team
+    def __init__(self, coordinator: Distributed, reduces: bool) -> None:
+        self.coordinator = coordinator
         #: Whether gradients are still each rank's own when a step begins.
         self.reduces = reduces
         self.owners: dict[nn.Parameter, int] = {}
-        self._parcels: list[Parcel] | None = None
+        self._parcels: list[Broadcast] | None = None
         self._buckets: list[Bucket] = []
         self._flags: dict[tuple[float, ...], Tensor] = {}
 
@@ -50,11 +50,11 @@ class Ownership:
         before = self.owners
         self.owners = {}
         self._parcels, self._buckets = None, []
-        load = [0] * self.team.world.size
+        load = [0] * self.coordinator.world.size
         for state in states:
             for parameter in (state.layer.weight, state.layer.bias):
                 if parameter is not None and parameter not in self.owners:
-                    self.owners[parameter] = self.team.owner(state)
+                    self.owners[parameter] = self.coordinator.owner(state)
         trained = list(dict.fromkeys(p for group in groups for p in group["params"]))
         self.owners = (
             before | self.owners
@@ -73,7 +73,7 @@ class Ownership:
 
     def own(self) -> list[nn.Parameter]:
         """The parameters that this rank steps."""
-        rank = self.team.world.rank
+        rank = self.coordinator.world.rank
         return [p for p, owner in self.owners.items() if owner == rank]
 
     @property
@@ -82,7 +82,7 @@ class Ownership:
         total = sum(p.numel() * p.element_size() for p in self.owners)
         if not self.separate:
             return total
-        world = self.team.world
+        world = self.coordinator.world
         collected = sum(p.numel() * p.element_size() for p in self.own()) * world.all.direct
         return 2 * total + (world.size - 1) * collected
 
@@ -98,14 +98,14 @@ class Ownership:
         """Leave the mean of the ranks' gradients with each parameter's owner."""
         if not self.active or not self.reduces:
             return
-        with self.team.phases("reduce"):
+        with self.coordinator.phases("reduce"):
             self._reduce_gradients()
 
     def _reduce_gradients(self) -> None:
-        channel, size = self.team.world.all, self.team.world.size
+        collectives, size = self.coordinator.world.all, self.coordinator.world.size
         parameters = list(self.owners)
         if not self._buckets:
-            self._buckets = [Bucket(items, channel) for items in alike(self._items())]
+            self._buckets = [Bucket(items, collectives) for items in alike(self._items())]
         for bucket in self._buckets:
             for key in bucket.keys:
                 bucket.flat.put(key, _dense(parameters[int(key)].grad))
@@ -128,7 +128,7 @@ class Ownership:
         if flags not in self._flags:  # to put them on a device makes the host wait
             self._flags = {flags: torch.tensor(flags, device=parameters[0].device)}
         total = self._flags[flags].clone()
-        self.team.world.all.all_reduce("control", total).wait()
+        self.coordinator.world.all.all_reduce("control", total).wait()
         missing = any(p.grad is None for p in self.own())
         return total.tolist() if missing else None
 
@@ -136,7 +136,7 @@ class Ownership:
         """Add a number over ranks."""
         device = next(iter(self.owners)).device
         flat = value.to(device, count_dtype(device), copy=True).reshape(1)
-        self.team.world.all.all_reduce("rescale", flat).wait()
+        self.coordinator.world.all.all_reduce("rescale", flat).wait()
         return flat[0]
 
     # --- the base optimizer's step --------------------------------------------------------------
@@ -147,7 +147,7 @@ class Ownership:
         if not self.active:
             yield
             return
-        rank = self.team.world.rank
+        rank = self.coordinator.world.rank
         hidden = {p: p.grad for p, owner in self.owners.items() if owner != rank}
         for parameter in hidden:
             parameter.grad = None
@@ -161,21 +161,21 @@ class Ownership:
         """Send each parameter from its owner to all others."""
         if not self.active:
             return
-        with self.team.phases("spread"), torch.no_grad():
+        with self.coordinator.phases("spread"), torch.no_grad():
             parameters = list(self.owners)
             if self._parcels is None:
-                channel = self.team.world.all
-                self._parcels = make_parcels(self._items(), channel, "spread", None)
-            for parcel in self._parcels:
-                if parcel.mine:
-                    for key in parcel.keys:
-                        parcel.put(key, parameters[int(key)].detach())
-                parcel.launch()
-            for parcel in self._parcels:
-                parcel.wait()
-                if not parcel.mine:
-                    for key in parcel.keys:
-                        parameters[int(key)].copy_(parcel.take(key))
+                collectives = self.coordinator.world.all
+                self._parcels = make_broadcasts(self._items(), collectives, "spread", None)
+            for broadcast in self._parcels:
+                if broadcast.mine:
+                    for key in broadcast.keys:
+                        broadcast.put(key, parameters[int(key)].detach())
+                broadcast.launch()
+            for broadcast in self._parcels:
+                broadcast.wait()
+                if not broadcast.mine:
+                    for key in broadcast.keys:
+                        parameters[int(key)].copy_(broadcast.take(key))
 
 
 def _dense(grad: Tensor | None) -> Tensor | None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from kronfac.distributed.comm.buckets import Reduction, make_buckets
 from kronfac.distributed.comm.flat import Item
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normaliser, Pass, new_count
+from kronfac.statistics.pending import Normalizer, Pass, new_count
 
 if TYPE_CHECKING:
-    from kronfac.distributed.coordinator import Team
+    from kronfac.distributed.coordinator import Distributed
 
 
 #: With staggered refreshes layers travel in other company each time; so many buckets are kept.
@@ -44,17 +44,19 @@ class Moment:
     decay: float
     passes: Mapping[Pass, Any]
     #: ``None`` as long as it is not known what the loss is divided by.
-    normaliser: Callable[[], Normaliser | None]
+    normalizer: Callable[[], Normalizer | None]
 
 
 class Round:
     """The statistics of some layers, on their way."""
 
-    def __init__(self, team: Team, states: Sequence[LayerState]) -> None:
-        self.team = team
+    def __init__(self, coordinator: Distributed, states: Sequence[LayerState]) -> None:
+        self.coordinator = coordinator
         self.states = list(states)
         self.sources = {
-            team.key(state, name): (state, name) for state in states for name in state.running
+            coordinator.key(state, name): (state, name)
+            for state in states
+            for name in state.running
         }
         self.gathered = [
             key
@@ -65,14 +67,14 @@ class Round:
         self._waiting: list[str] = []
         self.counts: dict[str, float] = {}
         self.outlines: dict[str, Tensor] = {}
-        groups = team.plan.grouped([key for key in self.sources if key not in self.gathered])
+        groups = coordinator.plan.grouped([key for key in self.sources if key not in self.gathered])
         items = tuple(tuple(self._item(key) for key in group) for group in groups)
-        if items not in team.buckets:
-            if len(team.buckets) >= MAX_LAYOUTS:
-                team.buckets.clear()
-            wire = team.settings.wire_dtype
-            team.buckets[items] = make_buckets(items, team.early, wire)
-        self.reduction = Reduction(team.buckets[items])
+        if items not in coordinator.buckets:
+            if len(coordinator.buckets) >= MAX_LAYOUTS:
+                coordinator.buckets.clear()
+            wire = coordinator.settings.wire_dtype
+            coordinator.buckets[items] = make_buckets(items, coordinator.early, wire)
+        self.reduction = Reduction(coordinator.buckets[items])
 
     def _item(self, key: str) -> Item:
         state, name = self.sources[key]
@@ -83,8 +85,8 @@ class Round:
             statistic.shape,
             state.layer.factor_dtype,
             weight.device,
-            statistic.symmetric and self.team.settings.triangles,
-            self.team.root(state, name),
+            statistic.symmetric and self.coordinator.settings.triangles,
+            self.coordinator.root(state, name),
         )
 
     # --- before the step ------------------------------------------------------------------------
@@ -95,22 +97,22 @@ class Round:
             return
         version = state.pending.versions[source]
         for name, running in state.running.items():
-            key = self.team.key(state, name)
+            key = self.coordinator.key(state, name)
             if running.statistic.source != source or key not in self.sources:
                 continue
-            if self.team.plan.calls.get(key) == version and key not in (
+            if self.coordinator.plan.calls.get(key) == version and key not in (
                 *self._sent,
                 *self.gathered,
             ):
                 self._waiting.append(key)
-        normaliser = moment.normaliser()
+        normalizer = moment.normalizer()
         for key in list(self._waiting):
             state, name = self.sources[key]
             source = state.running[name].statistic.source
-            if source == "output" and normaliser is None:
+            if source == "output" and normalizer is None:
                 continue
             with torch.profiler.record_function("kronfac.reduce.send"):
-                self.reduction.offer(key, _folded(state, name, moment.decay, normaliser))
+                self.reduction.offer(key, _folded(state, name, moment.decay, normalizer))
             self._sent[key] = _seen(state, source, moment.passes)
             self._waiting.remove(key)
 
@@ -142,7 +144,7 @@ class Round:
 
     def _header(self, stale: bool) -> bool:
         """Add up counts and outlines, and agree whether what has left is complete."""
-        world = self.team.world
+        world = self.coordinator.world
         numbers = [torch.tensor([float(stale)], dtype=torch.float64, device=world.device)]
         sizes: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
         for key, (state, name) in self.sources.items():
@@ -181,7 +183,7 @@ class Round:
     def _gather(self, key: str) -> Tensor:
         """Rows of all ranks, side by side."""
         state, name = self.sources[key]
-        rows, world = state.running[name].sum, self.team.world
+        rows, world = state.running[name].sum, self.coordinator.world
         statistic = state.running[name].statistic
         if rows is None:
             shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
@@ -204,11 +206,11 @@ class Round:
 
 
 def _folded(
-    state: LayerState, name: str, decay: float, normaliser: Normaliser | None
+    state: LayerState, name: str, decay: float, normalizer: Normalizer | None
 ) -> Tensor | None:
     """What the running sum will be at the step if nothing more is observed."""
     faded = state.running[name].faded(decay)
-    found = state.pending.contribution(name, normaliser)
+    found = state.pending.contribution(name, normalizer)
     if found is None or faded is None:
         return faded if found is None else found[0]
     return faded.add_(found[0])

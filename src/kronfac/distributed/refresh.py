@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronfac.distributed.comm.broadcast import Parcel, make_parcels
+from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item
 from kronfac.state.layer_state import LayerState
 
 if TYPE_CHECKING:
-    from kronfac.distributed.coordinator import Team
+    from kronfac.distributed.coordinator import Distributed
 
 #: A layer, and the name of a part of its solution.
 Work = tuple[LayerState, str]
@@ -27,8 +27,8 @@ Work = tuple[LayerState, str]
 class Solving:
     """One refresh of some layers, seen from one rank."""
 
-    def __init__(self, team: Team, due: Sequence[LayerState], damping: float) -> None:
-        self.team = team
+    def __init__(self, coordinator: Distributed, due: Sequence[LayerState], damping: float) -> None:
+        self.coordinator = coordinator
         self.due = list(due)
         self.damping = damping
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
@@ -36,7 +36,7 @@ class Solving:
         self.missing = dict.fromkeys(due, False)
         self.failed = dict.fromkeys(due, False)
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
-        self._messages: list[Parcel | Bucket] = []
+        self._messages: list[Broadcast | Bucket] = []
 
     def run(
         self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]
@@ -46,7 +46,7 @@ class Solving:
         Returns solutions by layer: empty where this rank holds none, ``None`` where no solution could be
         found. Layers without statistics are left out.
         """
-        phases = self.team.phases
+        phases = self.coordinator.phases
         for stage in stages:
             with phases("reduce"):
                 next(arrivals, None)
@@ -58,11 +58,11 @@ class Solving:
 
     def _solve_stage(self, stage: Sequence[Work]) -> None:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
-        team, phases = self.team, self.team.phases
-        ours = [(state, part) for state, part in stage if team.works_on(state)]
+        coordinator, phases = self.coordinator, self.coordinator.phases
+        ours = [(state, part) for state, part in stage if coordinator.works_on(state)]
         divided, owned = [], []
         for state, part in ours:
-            task = team.task(state, part)
+            task = coordinator.task(state, part)
             if task.split:
                 divided.append((state, part))
             elif task.rank is None:
@@ -70,23 +70,23 @@ class Solving:
                     self._keep(state, self._solve(state, part))
             else:
                 owned.append((state, part, task.rank))
-        wire = team.settings.wire_dtype
+        wire = coordinator.settings.wire_dtype
         for state, part in divided:
             items = self._items(state, part, None)
             with phases("refresh", state.name):
                 summand = self._solve_share(state, part)
             with phases("share"):
                 for item in items:
-                    bucket = Bucket([item], team.column, wire, phase="share")
+                    bucket = Bucket([item], coordinator.column, wire, phase="share")
                     bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
                     bucket.launch()
                     self._messages.append(bucket)
         found: dict[Work, dict[str, Tensor] | None] = {}
         for state, part, rank in owned:
-            if rank == team.world.rank:
+            if rank == coordinator.world.rank:
                 with phases("refresh", state.name):
                     found[state, part] = self._solve(state, part)
-        if team.column.size == 1:
+        if coordinator.column.size == 1:
             for (state, _), solution in found.items():
                 self._keep(state, solution)
             return
@@ -105,21 +105,21 @@ class Solving:
             if solution is None:
                 self.failed[state] = True
             for name, value in (solution or {}).items():
-                values[self.team.key(state, name)] = value
-        for parcel in make_parcels(items, self.team.column, "share", wire):
-            if parcel.mine:
-                for key in parcel.keys:
-                    parcel.put(key, values.get(key))
-            parcel.launch()
-            self._messages.append(parcel)
+                values[self.coordinator.key(state, name)] = value
+        for broadcast in make_broadcasts(items, self.coordinator.column, "share", wire):
+            if broadcast.mine:
+                for key in broadcast.keys:
+                    broadcast.put(key, values.get(key))
+            broadcast.launch()
+            self._messages.append(broadcast)
 
     def _items(self, state: LayerState, part: str, root: int | None) -> list[Item]:
         block, weight = state.block, state.layer.weight
         found = []
         for name in block.parts[part].solution:
             shape = tuple(n or 0 for n in block.solution_shapes[name])
-            symmetric = name in block.symmetric_solutions and self.team.settings.triangles
-            key = self.team.key(state, name)
+            symmetric = name in block.symmetric_solutions and self.coordinator.settings.triangles
+            key = self.coordinator.key(state, name)
             dtype = state.layer.factor_dtype
             found.append(Item(key, shape, dtype, weight.device, symmetric, root))
         return found
@@ -142,7 +142,7 @@ class Solving:
 
     def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
         """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""
-        ranks, rank = self.team.solvers(state, part), self.team.world.rank
+        ranks, rank = self.coordinator.solvers(state, part), self.coordinator.world.rank
         if rank not in ranks:
             return None
         means = self._ready(state, part)
@@ -166,7 +166,7 @@ class Solving:
         """Take a solution only if every part of it was found, wherever it was solved."""
         flags = [float(self.missing[state]) for state in self.due]
         flags += [float(self.failed[state] and not self.missing[state]) for state in self.due]
-        total = self.team.world.total(flags).tolist()
+        total = self.coordinator.world.total(flags).tolist()
         arrived = self._arrived()
         outcome: dict[LayerState, dict[str, Tensor] | None] = {}
         for index, state in enumerate(self.due):
@@ -175,9 +175,9 @@ class Solving:
                 continue
             if failed:
                 outcome[state] = None
-            elif self.team.works_on(state):
+            elif self.coordinator.works_on(state):
                 names = state.block.solution_shapes
-                keys = {name: self.team.key(state, name) for name in names}
+                keys = {name: self.coordinator.key(state, name) for name in names}
                 own = self._local[state]
                 outcome[state] = {
                     name: arrived[key] if key in arrived else own[name]

@@ -24,7 +24,7 @@ from kronfac.adaptive.interval import Interval, StaleInterval, as_given, as_inte
 from kronfac.capture.grad_scaler import calling_scaler
 from kronfac.capture.hooks import remove_inert_hooks
 from kronfac.capture.outputs import Outputs
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.consistency import (
     check_gradients,
     check_parameters,
@@ -33,7 +33,7 @@ from kronfac.distributed.consistency import (
     shape_of,
     uses_ddp,
 )
-from kronfac.distributed.coordinator import Team
+from kronfac.distributed.coordinator import Distributed
 from kronfac.distributed.gather_state import gather_state
 from kronfac.distributed.overview import overview
 from kronfac.layers import Layer
@@ -139,35 +139,41 @@ class Preconditioned(Optimizer, Joinable, ABC):
         self._closures = Closures(self._advice)
         self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
-            world = World(group_of(model) if process_group is None else process_group)
+            world = ProcessGroup(group_of(model) if process_group is None else process_group)
             if process_group is not None:
                 self._ranks, self._timeout = world.global_ranks, world.timeout
             if world.size > 1:
                 self._join(world)
 
-    def _join(self, world: World) -> None:
+    def _join(self, world: ProcessGroup) -> None:
         """Share the work out over ranks, after it is clear that they have the same in mind."""
-        ours = self._preconditioner
+        preconditioner = self._preconditioner
         world.check_equal(self._fingerprint())
-        check_ranks(self._distribute.scheme, ours.options.rescale, ours.schedules.get("damping"))
-        team = Team(world, self._distribute, ours.phases)
-        ours.join(team, self.param_groups, reduces_gradients=not uses_ddp(self.model))
+        check_ranks(
+            self._distribute.scheme,
+            preconditioner.options.rescale,
+            preconditioner.schedules.get("damping"),
+        )
+        coordinator = Distributed(world, self._distribute, preconditioner.phases)
+        preconditioner.join(
+            coordinator, self.param_groups, reduces_gradients=not uses_ddp(self.model)
+        )
 
     def _fingerprint(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        ours = self._preconditioner
+        preconditioner = self._preconditioner
         return {
             "version": version("kronfac"),
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
-            "option": described(vars(ours.options)),
-            "hyperparameter": described(ours.schedules.values()),
+            "option": described(vars(preconditioner.options)),
+            "hyperparameter": described(preconditioner.schedules.values()),
             "distribute": repr(self._distribute),
             "parameter": {name: shape_of(p) for p, name in self._names().items()},
             "layer": {
                 f"{state.name}{state.layer.part}": f"{state.layer.matrix_shape} {state.block.label}"
-                for state in ours.layers.values()
+                for state in preconditioner.layers.values()
             },
         }
 
@@ -218,76 +224,80 @@ class Preconditioned(Optimizer, Joinable, ABC):
         change neither buffers nor gradients nor statistics.
         """
         check_closure(closure)
-        ours = self._preconditioner
-        trial = Trial(ours, self.param_groups, closure)
+        preconditioner = self._preconditioner
+        trial = Trial(preconditioner, self.param_groups, closure)
         loss = None
         if closure is not None:
             loss = self._closures.run(closure, self.param_groups)
-        if ours.capture.due:
-            check_tensors(ours.watched(), self.param_groups)
-            advise_on_step(self._advice, ours, self.base)
-        if ours.is_empty_step(self.param_groups):
-            ours.allocate(self.param_groups)
-            with ours.only_own(), self._base_steps.ours():
+        if preconditioner.capture.due:
+            check_tensors(preconditioner.watched(), self.param_groups)
+            advise_on_step(self._advice, preconditioner, self.base)
+        if preconditioner.is_empty_step(self.param_groups):
+            preconditioner.allocate(self.param_groups)
+            with preconditioner.only_own(), self._base_steps.preconditioner():
                 self.base.step()
             return loss
-        if ours.team is not None:
-            self._meet(ours.team, active=True)
+        if preconditioner.coordinator is not None:
+            self._meet(preconditioner.coordinator, active=True)
         trial.begin(loss)
-        ours.run(self.param_groups)
+        preconditioner.run(self.param_groups)
         trial.choose_update()
         self._step_base()
         trial.judge()
         self._closures.end_step(self.param_groups)
-        ours.advance()
+        preconditioner.advance()
         return loss
 
     def _step_base(self) -> None:
-        ours = self._preconditioner
-        with ours.phases("base"), ours.only_own(), self._base_steps.ours():
+        preconditioner = self._preconditioner
+        with (
+            preconditioner.phases("base"),
+            preconditioner.only_own(),
+            self._base_steps.preconditioner(),
+        ):
             self.base.step()
-        if ours.ownership is not None:
-            ours.ownership.spread_weights()
+        if preconditioner.ownership is not None:
+            preconditioner.ownership.spread_weights()
 
     # --- several ranks --------------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement | None:
         """Which rank does what; ``None`` in one process."""
-        team = self._preconditioner.team
-        return None if team is None else team.placement
+        coordinator = self._preconditioner.coordinator
+        return None if coordinator is None else coordinator.placement
 
-    def _meet(self, team: Team, active: bool) -> None:
+    def _meet(self, coordinator: Distributed, active: bool) -> None:
         """See that all ranks are at the same step, with the same gradients."""
-        ours = self._preconditioner
+        preconditioner = self._preconditioner
         trained = [p for group in self.param_groups for p in group["params"]]
-        separate = ours.ownership is not None and ours.ownership.separate
+        separate = preconditioner.ownership is not None and preconditioner.ownership.separate
         joining = is_joining(self) if active else True
         if joining:
-            check_join(ours.options.rescale, ours.schedules.get("damping"))
+            check_join(preconditioner.options.rescale, preconditioner.schedules.get("damping"))
         if joining and not separate:
-            exchange_gradients(team.world, trained, active)
+            exchange_gradients(coordinator.world, trained, active)
         if self._compared:
             return
         self._compared = True
         if separate:
-            check_parameters(team.world, trained)
+            check_parameters(coordinator.world, trained)
         else:
-            check_gradients(team.world, trained)
+            check_gradients(coordinator.world, trained)
 
     @torch.no_grad()
     def shadow_step(self) -> None:
         """The step of a rank that has run out of batches."""
-        ours = self._preconditioner
-        if ours.team is None:
+        preconditioner = self._preconditioner
+        if preconditioner.coordinator is None:
             return
-        ours.capture.clear()
-        if ours.ownership is not None and ours.ownership.separate:
+        preconditioner.capture.clear()
+        if preconditioner.ownership is not None and preconditioner.ownership.separate:
             self.base.zero_grad()
-        self._meet(ours.team, active=False)
-        ours.run(self.param_groups)
+        self._meet(preconditioner.coordinator, active=False)
+        preconditioner.run(self.param_groups)
         self._step_base()
-        ours.advance()
+        preconditioner.advance()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See :class:`torch.distributed.algorithms.Joinable`."""
@@ -301,8 +311,8 @@ class Preconditioned(Optimizer, Joinable, ABC):
     @property
     def join_process_group(self) -> Any:
         """See :class:`torch.distributed.algorithms.Joinable`."""
-        team = self._preconditioner.team
-        return dist.group.WORLD if team is None else team.world.parent
+        coordinator = self._preconditioner.coordinator
+        return dist.group.WORLD if coordinator is None else coordinator.world.parent
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh; all of them call it together.
@@ -317,11 +327,11 @@ class Preconditioned(Optimizer, Joinable, ABC):
         It is the same for any number of ranks and any scheme, its tensors are on the CPU, and every
         rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
         """
-        team = self._preconditioner.team
-        check_rank(to, 1 if team is None else team.world.size)
+        coordinator = self._preconditioner.coordinator
+        check_rank(to, 1 if coordinator is None else coordinator.world.size)
         self.consolidate()
         own = self.state_dict()
-        return own if team is None else gather_state(team.world, own, to)
+        return own if coordinator is None else gather_state(coordinator.world, own, to)
 
     # --- hyperparameters that may change --------------------------------------------------------
 
@@ -336,9 +346,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
     @damping.setter
     def damping(self, value: Number | LevenbergMarquardt) -> None:
-        ours = self._preconditioner
-        check_lever(value, ours.options.rescale)
-        check_curvature(value, ours.layers.values())
+        preconditioner = self._preconditioner
+        check_lever(value, preconditioner.options.rescale)
+        check_curvature(value, preconditioner.layers.values())
         self._set("damping", as_schedule(value))
 
     @property
@@ -419,9 +429,9 @@ class Preconditioned(Optimizer, Joinable, ABC):
         return self._preconditioner.schedules.get(name)
 
     def _set(self, name: str, value: Any) -> None:
-        ours = self._preconditioner
-        ours.schedules.set(name, value)
-        ours.reschedule()
+        preconditioner = self._preconditioner
+        preconditioner.schedules.set(name, value)
+        preconditioner.reschedule()
 
     # --- observing ------------------------------------------------------------------------------
 
@@ -500,18 +510,18 @@ class Preconditioned(Optimizer, Joinable, ABC):
         With several ranks it also names the scheme and, for each layer, the ranks that solve it:
         ``0`` for one, ``0,3`` for its two factors, ``0+3`` for a factor that ranks divide among them.
         """
-        ours = self._preconditioner
-        states = [s for s in ours.layers.values() if s.layer.weight.requires_grad]
+        preconditioner = self._preconditioner
+        states = [s for s in preconditioner.layers.values() if s.layer.weight.requires_grad]
         trained = {p for group in self.param_groups for p in group["params"]}
-        others = left_out(ours, self._names(), trained)
-        title = f"{type(self).__name__} over {type(self.base).__name__}, step {ours.clock.step}"
-        updates = trained if ours.quadratic is not None else set()
+        others = left_out(preconditioner, self._names(), trained)
+        title = f"{type(self).__name__} over {type(self.base).__name__}, step {preconditioner.clock.step}"
+        updates = trained if preconditioner.quadratic is not None else set()
         held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
         update_bytes = sum(p.numel() * p.element_size() for p in held)
         ranks = None
-        if ours.team is not None and ours.ownership is not None:
-            ranks = overview(ours.team, ours.ownership, states)
-        remark = self._outputs.remark(ours.options)
+        if preconditioner.coordinator is not None and preconditioner.ownership is not None:
+            ranks = overview(preconditioner.coordinator, preconditioner.ownership, states)
+        remark = self._outputs.remark(preconditioner.options)
         return describe(title, states, others, update_bytes, ranks, remark)
 
     def __repr__(self) -> str:
@@ -523,16 +533,16 @@ class Preconditioned(Optimizer, Joinable, ABC):
         """Return the base optimizer's state with ours beside it, under ``kronfac.*`` keys."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        ours = self._preconditioner
-        if self.base.state and not ours.clock.step:
+        preconditioner = self._preconditioner
+        if self.base.state and not preconditioner.clock.step:
             # Loaders fill what exists. They make it exist by an empty step (see `is_empty_step`), but
             # not if the base has state from the start, as Adagrad does.
-            ours.allocate(self.param_groups)
-        entries = ours.entries(self._names())
+            preconditioner.allocate(self.param_groups)
+        entries = preconditioner.entries(self._names())
         plan = ""
-        if ours.team is not None:
-            plan = ours.team.describe()
-            ours.team.warn_if_partial()
+        if preconditioner.coordinator is not None:
+            plan = preconditioner.coordinator.describe()
+            preconditioner.coordinator.warn_if_partial()
         result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries, plan)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
@@ -545,20 +555,23 @@ class Preconditioned(Optimizer, Joinable, ABC):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         check_saved(state_dict)
-        base, ours = checkpoint.split(state_dict, *self._names_and_shapes())
-        check_entries(ours or {}, expected=ours is not None and bool(self._preconditioner.layers))
-        if ours is None:
+        base, entries = checkpoint.split(state_dict, *self._names_and_shapes())
+        check_entries(
+            entries or {},
+            expected=entries is not None and bool(self._preconditioner.layers),
+        )
+        if entries is None:
             warnings.warn(
                 "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "
                 "statistics start anew.",
                 stacklevel=2,
             )
-        self._preconditioner.check_entries(self._names(), ours or {})
+        self._preconditioner.check_entries(self._names(), entries or {})
         plan = checkpoint.plan_of(state_dict)
-        self._preconditioner.resume(plan, self.param_groups, self._names(), ours or {})
+        self._preconditioner.resume(plan, self.param_groups, self._names(), entries or {})
         self.base.load_state_dict(base)
         self._forget_others()
-        self._preconditioner.load_entries(self._names(), ours or {})
+        self._preconditioner.load_entries(self._names(), entries or {})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -586,19 +599,21 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what pickles and copies need; hooks are made anew by :meth:`__setstate__`."""
-        ours = self._preconditioner
+        preconditioner = self._preconditioner
         return {
             "model": self.model,
             "base": self.base,
-            "options": ours.options,
-            "schedules": ours.schedules,
+            "options": preconditioner.options,
+            "schedules": preconditioner.schedules,
             "scaler": self.grad_scaler,
-            "detached": ours.detached,
+            "detached": preconditioner.detached,
             "distribute": self._distribute,
             "ranks": self._ranks,
             "timeout": self._timeout,
-            "plan": "" if ours.team is None else ours.team.describe(),
-            "entries": ours.entries(self._names()),
+            "plan": ""
+            if preconditioner.coordinator is None
+            else preconditioner.coordinator.describe(),
+            "entries": preconditioner.entries(self._names()),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

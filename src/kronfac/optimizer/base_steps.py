@@ -18,18 +18,18 @@ class BaseSteps:
 
     def __init__(self, base: Optimizer, advice: Advice, capture: Capture) -> None:
         self._advice, self._capture = advice, capture
-        self._ours = False
+        self._preconditioner = False
         self._handle = base.register_step_pre_hook(_Hook(self))
         weakref.finalize(self, self._handle.remove)
 
     @contextmanager
-    def ours(self) -> Iterator[None]:
+    def preconditioner(self) -> Iterator[None]:
         """Steps inside are ours."""
-        before, self._ours = self._ours, True
+        before, self._preconditioner = self._preconditioner, True
         try:
             yield
         finally:
-            self._ours = before
+            self._preconditioner = before
 
     def remove(self) -> None:
         """Let the base optimizer go its own way."""
@@ -37,7 +37,7 @@ class BaseSteps:
 
     def notice(self, base: Optimizer) -> None:
         """The base optimizer is about to step."""
-        if not self._ours and not self._capture.is_paused:
+        if not self._preconditioner and not self._capture.is_paused:
             self._advice.give(
                 "base step",
                 f"{type(base).__name__}.step() was called beside K-FAC, which wraps it: that step was "

@@ -24,52 +24,55 @@ _LIVE: weakref.WeakSet[Preconditioner] = weakref.WeakSet()
 _KL_CLIP = 1e-3
 
 
-def enlist(ours: Preconditioner) -> None:
+def enlist(preconditioner: Preconditioner) -> None:
     """Let other optimizers on the same model know of this one, as long as it lives."""
-    _LIVE.add(ours)
+    _LIVE.add(preconditioner)
 
 
-def advise_on_arguments(advice: Advice, ours: Preconditioner, base: Optimizer) -> None:
+def advise_on_arguments(advice: Advice, preconditioner: Preconditioner, base: Optimizer) -> None:
     """Look at what an optimizer was built of."""
     groups = base.param_groups
-    lazy = _lazy(ours, groups)
+    lazy = _lazy(preconditioner, groups)
     advice.give("lazy", lazy)
     if lazy is None:
-        advice.give("nothing", _no_layer(ours, base, groups))
-    advice.give("momentum", _two_momenta(ours, groups))
+        advice.give("nothing", _no_layer(preconditioner, base, groups))
+    advice.give("momentum", _two_momenta(preconditioner, groups))
     advice.give("nested", _nested(base))
-    advice.give("intervals", _intervals(ours.schedules))
-    for sentence in _without_effect(ours.options, ours.schedules):
+    advice.give("intervals", _intervals(preconditioner.schedules))
+    for sentence in _without_effect(preconditioner.options, preconditioner.schedules):
         advice.give(sentence, sentence)
 
 
-def advise_on_step(advice: Advice, ours: Preconditioner, base: Optimizer) -> None:
+def advise_on_step(advice: Advice, preconditioner: Preconditioner, base: Optimizer) -> None:
     """Look at what may have changed since."""
-    advice.give("intervals", _intervals(ours.schedules))
+    advice.give("intervals", _intervals(preconditioner.schedules))
     if not advice.knows("twice"):
-        advice.give("twice", _watched_twice(ours, base))
+        advice.give("twice", _watched_twice(preconditioner, base))
         advice.skip("twice")  # looking once is enough
 
 
 # --- at construction ----------------------------------------------------------------------------
 
 
-def _no_layer(ours: Preconditioner, base: Optimizer, groups: Groups) -> str | None:
+def _no_layer(preconditioner: Preconditioner, base: Optimizer, groups: Groups) -> str | None:
     """Say why nothing is preconditioned; ``exclude="*"`` says that this is meant."""
-    watched = ours.watched()
-    if any(layer.weight.requires_grad for layer in watched) or "*" in ours.options.exclude:
+    watched = preconditioner.watched()
+    if (
+        any(layer.weight.requires_grad for layer in watched)
+        or "*" in preconditioner.options.exclude
+    ):
         return None
     trained = {p for group in groups for p in group["params"]}
-    if not any(p in trained for p in ours.model.parameters()):
+    if not any(p in trained for p in preconditioner.model.parameters()):
         why = "the base optimizer has no parameter of this model: build it with model.parameters()"
     elif watched:
         why = f"all layers are frozen, {watched[0].name!r} for example"
     else:
-        why = _first_reasons(ours.reasons)
+        why = _first_reasons(preconditioner.reasons)
     return (
-        f"no layer of the {type(ours.model).__name__} is preconditioned, so every step is that of "
-        f"{type(base).__name__} alone: {why}. print(optimizer) lists all parameters; exclude='*' says "
-        "that this is meant."
+        f"no layer of the {type(preconditioner.model).__name__} is preconditioned, so every step is "
+        f"that of {type(base).__name__} alone: {why}. print(optimizer) lists all parameters; "
+        "exclude='*' says that this is meant."
     )
 
 
@@ -81,15 +84,15 @@ def _first_reasons(reasons: Mapping[str, str], shown: int = 3) -> str:
     return "; ".join(parts) + ("; ..." if len(distinct) > shown else "") or "it has no parameters"
 
 
-def _lazy(ours: Preconditioner, groups: Groups) -> str | None:
+def _lazy(preconditioner: Preconditioner, groups: Groups) -> str | None:
     trained = {p for group in groups for p in group["params"]}
     found = [
         name
-        for name, module in ours.model.named_modules()
+        for name, module in preconditioner.model.named_modules()
         for p in module.parameters(recurse=False)
         if isinstance(p, UninitializedParameter) and p in trained
     ]
-    if not found or "*" in ours.options.exclude:
+    if not found or "*" in preconditioner.options.exclude:
         return None
     names = ", ".join(repr(name or "(model)") for name in dict.fromkeys(found))
     return (
@@ -98,17 +101,17 @@ def _lazy(ours: Preconditioner, groups: Groups) -> str | None:
     )
 
 
-def _two_momenta(ours: Preconditioner, groups: Groups) -> str | None:
+def _two_momenta(preconditioner: Preconditioner, groups: Groups) -> str | None:
     """Momentum before and after preconditioning, for the same parameters."""
-    if not ours.options.momentum:
+    if not preconditioner.options.momentum:
         return None
-    preconditioned = {p for layer in ours.watched() for p in (layer.weight, layer.bias)}
+    preconditioned = {p for layer in preconditioner.watched() for p in (layer.weight, layer.bias)}
     for number, group in enumerate(groups):
         own = _momentum_of(group)
         if own is not None and any(p in preconditioned for p in group["params"]):
             return (
-                f"momentum={ours.options.momentum!r} comes on top of the base optimizer's own ({own} in "
-                f"group {number}), so steps are averaged twice; leave one of the two out."
+                f"momentum={preconditioner.options.momentum!r} comes on top of the base optimizer's own "
+                f"({own} in group {number}), so steps are averaged twice; leave one of the two out."
             )
     return None
 
@@ -164,12 +167,12 @@ def _intervals(schedules: Schedules) -> str | None:
     )
 
 
-def _watched_twice(ours: Preconditioner, base: object) -> str | None:
+def _watched_twice(preconditioner: Preconditioner, base: object) -> str | None:
     """Another optimizer that lives and watches one of our layers."""
-    if _other(ours, base) is None:
+    if _other(preconditioner, base) is None:
         return None
     gc.collect()  # one that was replaced may only be waiting to be collected
-    name = _other(ours, base)
+    name = _other(preconditioner, base)
     if name is None:
         return None
     return (
@@ -179,12 +182,12 @@ def _watched_twice(ours: Preconditioner, base: object) -> str | None:
     )
 
 
-def _other(ours: Preconditioner, base: object) -> str | None:
+def _other(preconditioner: Preconditioner, base: object) -> str | None:
     inner = getattr(base, "_preconditioner", None)  # K-FAC over K-FAC has a sentence of its own
     for other in list(_LIVE):
-        if other is ours or other is inner:
+        if other is preconditioner or other is inner:
             continue
-        for key, state in ours.layers.items():
+        for key, state in preconditioner.layers.items():
             if key in other.layers:
                 return state.name
     return None

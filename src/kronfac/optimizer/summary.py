@@ -51,10 +51,12 @@ def describe(
 
 
 def left_out(
-    ours: Preconditioner, names: Mapping[nn.Parameter, str], trained: Collection[nn.Parameter]
+    preconditioner: Preconditioner,
+    names: Mapping[nn.Parameter, str],
+    trained: Collection[nn.Parameter],
 ) -> dict[str, tuple[int, str]]:
     """Size of every parameter that is not preconditioned, and why, by name."""
-    layers = [state.layer for state in ours.layers.values()]
+    layers = [state.layer for state in preconditioner.layers.values()]
     active = [layer for layer in layers if layer.weight.requires_grad]
     taken = {p for layer in active for p in layer.parameters}
     beside_frozen = {layer.bias for layer in layers if layer not in active}
@@ -67,14 +69,14 @@ def left_out(
             reason = "frozen"
         elif parameter not in trained:
             reason = "not given to the base optimizer"
-        elif ours.detached:
+        elif preconditioner.detached:
             reason = "the optimizer is detached"
         elif parameter in beside_frozen:
             reason = "its weight is frozen"
         elif parameter in unfrozen:
             reason = "it joins its layer at the next factor step"
         else:
-            reason = ours.reasons.get(name, "not a parameter of the model")
+            reason = preconditioner.reasons.get(name, "not a parameter of the model")
         lazy = isinstance(parameter, UninitializedParameter)
         found[name] = (0 if lazy else parameter.numel(), reason)
     return found

@@ -26,14 +26,16 @@ class Trial:
     Made before the closure's first run, whose random numbers the others repeat.
     """
 
-    def __init__(self, ours: Preconditioner, groups: ParamGroups, closure: Closure | None) -> None:
-        self._ours = ours
+    def __init__(
+        self, preconditioner: Preconditioner, groups: ParamGroups, closure: Closure | None
+    ) -> None:
+        self._preconditioner = preconditioner
         self._groups = groups
         self._closure = closure
-        damping = ours.schedules.get("damping")
-        adaptive = isinstance(damping, AdaptiveDamping) and not ours.detached
-        self._model = None if ours.detached else ours.quadratic
-        self._damping = damping if adaptive and damping.due(ours.clock.step) else None
+        damping = preconditioner.schedules.get("damping")
+        adaptive = isinstance(damping, AdaptiveDamping) and not preconditioner.detached
+        self._model = None if preconditioner.detached else preconditioner.quadratic
+        self._damping = damping if adaptive and damping.due(preconditioner.clock.step) else None
         self._reason = "rescale='quadratic'" if self._model is not None else ""
         if adaptive:
             self._reason = "damping=LevenbergMarquardt(...)"
@@ -41,7 +43,7 @@ class Trial:
         self._gradient: dict[nn.Parameter, Tensor] = {}
         self._before: dict[nn.Parameter, Tensor] = {}
         self._random: RandomState | None = None
-        ours.observer.called = False
+        preconditioner.observer.called = False
         if closure is not None and self._again:
             self._random = RandomState(p.device for p in self._parameters())
 
@@ -58,7 +60,7 @@ class Trial:
                 f"{self._reason} evaluates the loss again: call step(closure) with a closure that "
                 "clears the gradients, computes the loss, calls backward() and returns the loss."
             )
-        if self._model is not None and not self._ours.observer.called:
+        if self._model is not None and not self._preconditioner.observer.called:
             raise RuntimeError(
                 "rescale='quadratic' has observed nothing: call optimizer.observe(outputs, "
                 "likelihood=...) in the closure, between the forward pass and backward()."
@@ -80,22 +82,24 @@ class Trial:
         model = self._model
         if model is None or not self._gradient:
             return
-        with self._ours.phases("quadratic"):
+        with self._preconditioner.phases("quadratic"):
             self._write_update(model)
 
     def _write_update(self, model: QuadraticModel) -> None:
         directions = model.directions({p: _dense(p.grad) for p in self._gradient})
-        products = Products(directions, self._ours.options)
-        observer = self._ours.observer
+        products = Products(directions, self._preconditioner.options)
+        observer = self._preconditioner.observer
         observer.products = products
         try:
             self._run_again()
         finally:
             observer.products = None
-        damping = float(self._ours.schedules.at("damping", self._ours.clock.step))
+        damping = float(
+            self._preconditioner.schedules.at("damping", self._preconditioner.clock.step)
+        )
         matrix = products.matrix()
-        if self._ours.team is not None:
-            world = self._ours.team.world
+        if self._preconditioner.coordinator is not None:
+            world = self._preconditioner.coordinator.world
             matrix = world.total(matrix).to(matrix) / world.size
         update = model.choose(directions, self._gradient, matrix, damping)
         for parameter, value in update.items():
@@ -109,42 +113,46 @@ class Trial:
         change = {p: p.detach() - before for p, before in self._before.items()}
         if not any(bool(value.any()) for value in change.values()):
             return  # a learning rate of zero says nothing about the damping
-        with self._ours.phases("damping"):
+        with self._preconditioner.phases("damping"):
             foretold = float(inner(change, self._gradient)) + self._curvature(change) / 2
             after = _number(self._run_again(), self._reason)
         verdict = self._damping.judge(self._mean(after - self._loss), foretold)
-        self._ours.count(f"damping_{verdict}")
+        self._preconditioner.count(f"damping_{verdict}")
 
     def _curvature(self, change: Vectors) -> float:
         """``δᵀCδ``: exact if the quadratic model knows it, else the blocks' own."""
         if self._model is not None:
             return self._model.curvature_along(change)
         total = 0.0
-        for state in self._ours.layers.values():
-            if not state.works:
+        for state in self._preconditioner.layers.values():
+            if not state.is_worker:
                 continue
             with gradients_replaced({p: change.get(p) for p in state.layer.parameters}):
                 solved = state.solved_at is not None and state.has_gradient
                 if solved and state.solution is not None:
                     total += float(state.block.quadratic(state.solution, state.layer.gradient()))
-        team = self._ours.team
-        if team is not None:
+        coordinator = self._preconditioner.coordinator
+        if coordinator is not None:
             own = torch.tensor(total, dtype=torch.float64, device="cpu")
-            total = float(team.add_up(own, self._ours.model))
+            total = float(coordinator.add_up(own, self._preconditioner.model))
         return total
 
     def _mean(self, value: float) -> float:
         """The mean over ranks, each of which has a part of the batch."""
-        team = self._ours.team
-        return value if team is None else float(team.world.total([value])) / team.world.size
+        coordinator = self._preconditioner.coordinator
+        return (
+            value
+            if coordinator is None
+            else float(coordinator.world.total([value])) / coordinator.world.size
+        )
 
     def _run_again(self) -> Any:
         assert self._closure is not None
         assert self._random is not None
-        ours = self._ours
+        preconditioner = self._preconditioner
         with (
-            ours.capture.paused(),
-            buffers_kept(ours.model),
+            preconditioner.capture.paused(),
+            buffers_kept(preconditioner.model),
             gradients_kept(self._parameters()),
             self._random.again(),
             torch.enable_grad(),
@@ -158,7 +166,7 @@ class Trial:
 
     def _parameters(self) -> dict[nn.Parameter, None]:
         trained = [p for group in self._groups for p in group["params"]]
-        return dict.fromkeys([*self._ours.model.parameters(), *trained])
+        return dict.fromkeys([*self._preconditioner.model.parameters(), *trained])
 
 
 def _is_sparse(parameter: nn.Parameter) -> bool:

@@ -27,7 +27,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """Where a layer belongs.
 
     Args:
@@ -46,24 +46,24 @@ class Placement:
     Args:
         scheme: its name.
         grid: the ranks.
-        seats: by name of the layer.
+        assignments: by name of the layer.
     """
 
     scheme: str
     grid: Grid
-    seats: Mapping[str, Seat]
+    assignments: Mapping[str, Assignment]
 
     def workers(self, layer: str) -> tuple[int, ...]:
         """The ranks that hold a layer's solution and precondition its gradient."""
-        return self.grid.column(self.seats[layer].column)
+        return self.grid.column(self.assignments[layer].column)
 
     def is_worker(self, layer: str, rank: int) -> bool:
         """Whether a rank is one of them."""
-        return self.grid.column_of(rank) == self.seats[layer].column
+        return self.grid.column_of(rank) == self.assignments[layer].column
 
     def solvers(self, layer: str, part: str) -> tuple[int, ...]:
         """The ranks that solve a part: one alone, or several together, or each for itself."""
-        task = self.seats[layer].tasks[part]
+        task = self.assignments[layer].tasks[part]
         if task.rank is not None:
             return (task.rank,)
         return task.ranks or self.workers(layer)
@@ -71,7 +71,7 @@ class Placement:
     def needs(self, layer: LayerUnit, key: str) -> tuple[int, ...] | None:
         """The ranks that need the sum of a statistic; ``None`` stands for all there are."""
         parts = [part.name for part in layer.parts if key in part.statistics]
-        tasks = [self.seats[layer.name].tasks[part] for part in parts]
+        tasks = [self.assignments[layer.name].tasks[part] for part in parts]
         by_workers = any(task.rank is None and not task.ranks for task in tasks)
         if by_workers and self.grid.columns == 1:
             return None
@@ -98,13 +98,13 @@ class Placement:
             "workers": self.grid.workers,
             "seats": {
                 name: {
-                    "column": seat.column,
+                    "column": assignment.column,
                     "tasks": {
                         part: {"rank": task.rank, "split": task.split, "ranks": list(task.ranks)}
-                        for part, task in seat.tasks.items()
+                        for part, task in assignment.tasks.items()
                     },
                 }
-                for name, seat in self.seats.items()
+                for name, assignment in self.assignments.items()
             },
         }
 
@@ -114,14 +114,14 @@ class Placement:
         return cls(
             scheme=plain["scheme"],
             grid=Grid(plain["size"], plain["workers"]),
-            seats={
-                name: Seat(
-                    seat["column"],
+            assignments={
+                name: Assignment(
+                    assignment["column"],
                     {
                         part: Task(task["rank"], task["split"], tuple(task["ranks"]))
-                        for part, task in seat["tasks"].items()
+                        for part, task in assignment["tasks"].items()
                     },
                 )
-                for name, seat in plain["seats"].items()
+                for name, assignment in plain["seats"].items()
             },
         )

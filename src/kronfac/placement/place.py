@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kronfac.placement.assignment import Placement, Seat, Task
+from kronfac.placement.assignment import Assignment, Placement, Task
 from kronfac.placement.balance import divide, longest_first
 from kronfac.placement.costs import Compute, LayerUnit, Link, PartUnit
 from kronfac.placement.grid import Grid, nearest_divisor
 from kronfac.placement.scheme import SCHEMES, Hybrid
 
 __all__ = [
+    "Assignment",
     "Grid",
     "Placement",
-    "Seat",
     "Task",
     "makespan",
     "nearest_divisor",
@@ -66,11 +66,13 @@ def place(
         shared = [job for job in jobs if not _everywhere(job, scheme, size)]
         tasks |= {job.key: Task() for job in jobs}
         tasks |= _shared_tasks(shared, grid.column(column), balanced, split)
-    seats = {
-        layer.name: Seat(column, {part.name: tasks[layer.name, part.name] for part in layer.parts})
+    assignments = {
+        layer.name: Assignment(
+            column, {part.name: tasks[layer.name, part.name] for part in layer.parts}
+        )
         for layer, column in zip(layers, columns, strict=True)
     }
-    return Placement(str(scheme), grid, seats)
+    return Placement(str(scheme), grid, assignments)
 
 
 def makespan(
@@ -82,12 +84,12 @@ def makespan(
     loads = [0.0] * grid.size
     common = [0.0] * grid.columns
     for layer in layers:
-        seat = placement.seats[layer.name]
+        assignment = placement.assignments[layer.name]
         for part in layer.parts:
-            task = seat.tasks[part.name]
+            task = assignment.tasks[part.name]
             if task.rank is None and not task.ranks:
                 pieces = grid.workers if task.split else 1
-                common[seat.column] += solve_seconds(part, compute, pieces)
+                common[assignment.column] += solve_seconds(part, compute, pieces)
             else:
                 ranks = placement.solvers(layer.name, part.name)
                 for rank in ranks:

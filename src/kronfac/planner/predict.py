@@ -77,7 +77,7 @@ def predict(
     precondition = [0.0] * placement.grid.columns
     for layer in layers:
         seconds = compute.product(layer.precondition_flops)
-        precondition[placement.seats[layer.name].column] += seconds
+        precondition[placement.assignments[layer.name].column] += seconds
     return Prediction(
         scheme=placement.scheme,
         seconds={
@@ -157,13 +157,13 @@ def _share(layers: Sequence[LayerUnit], placement: Placement, direct: bool) -> l
     together, alone = [0] * grid.columns, [0] * grid.columns
     own = [0] * grid.size
     for layer in layers:
-        seat = placement.seats[layer.name]
+        assignment = placement.assignments[layer.name]
         for part in layer.parts:
-            task, size = seat.tasks[part.name], part.solution_elements * layer.itemsize
+            task, size = assignment.tasks[part.name], part.solution_elements * layer.itemsize
             if task.split:
-                together[seat.column] += size
+                together[assignment.column] += size
             elif task.rank is not None:
-                alone[seat.column] += size
+                alone[assignment.column] += size
                 own[task.rank] += size
     senders = [0] * grid.columns
     for rank in range(grid.size):
@@ -185,7 +185,7 @@ def _spread(layers: Sequence[LayerUnit], placement: Placement, direct: bool) -> 
     grid = placement.grid
     own = [0] * grid.columns
     for layer in layers:
-        own[placement.seats[layer.name].column] += layer.gradient_bytes
+        own[placement.assignments[layer.name].column] += layer.gradient_bytes
     if not direct:
         return [_passed_on(own)]
     traffic, total = _Traffic(grid.size), sum(own)
@@ -201,7 +201,7 @@ def _memory(layers: Sequence[LayerUnit], placement: Placement) -> list[int]:
     solutions, kept = [0] * grid.columns, [0] * grid.size
     index = 0
     for layer in layers:
-        solutions[placement.seats[layer.name].column] += layer.solution_bytes
+        solutions[placement.assignments[layer.name].column] += layer.solution_bytes
         for statistic in layer.statistics:
             kept[placement.keeper(layer, statistic.key, index)] += statistic.bytes
             index += 1

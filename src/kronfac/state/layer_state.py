@@ -38,7 +38,7 @@ class LayerState:
         self.note = ""
         self.offset = 0
         #: Whether this rank observes the layer, and holds its solution.
-        self.observed = self.works = True
+        self.observed = self.is_worker = True
         #: Whether statistics are compared with those of earlier refreshes, which are then kept.
         self.compares = False
         #: Whether some of its inputs stand for all samples of a forward, as all ranks have agreed, how
@@ -62,7 +62,7 @@ class LayerState:
         self.solution: dict[str, Tensor] | None = None
         self.solved_at: int | None = None
         self.last_refresh: int | None = None
-        self.has_news = False
+        self.has_new_statistics = False
         self.failures = 0
         self.failures_in_a_row = 0
         self.momentum: Tensor | None = None
@@ -88,7 +88,7 @@ class LayerState:
     def forget_solution(self) -> None:
         """Let it be solved anew at the next step, from the statistics that there are."""
         self.solution = self.solved_at = self.last_refresh = None
-        self.has_news = True
+        self.has_new_statistics = True
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps a statistic between refreshes."""
@@ -114,7 +114,7 @@ class LayerState:
     @property
     def held_bytes(self) -> int:
         """Bytes of the statistics, solution and momentum that this rank keeps, once they exist."""
-        if not self.works:
+        if not self.is_worker:
             return self.kept_bytes
         momentum = math.prod(self.layer.matrix_shape) * self.layer.factor_dtype.itemsize
         return self.kept_bytes + self.block.cost.solution_bytes + momentum * self.has_momentum
@@ -129,12 +129,12 @@ class LayerState:
                 if self.compares and running.sum is not None and name not in self.history:
                     empty = torch.zeros_like(running.sum)
                     self.history[name] = (empty, empty.clone())
-        if self.solution is None and self.works:
+        if self.solution is None and self.is_worker:
             self.solution = {
                 name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)
                 for name, shape in self.block.solution_shapes.items()
             }
         if self.pending.dropped is None:
             self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
-        if self.has_momentum and self.momentum is None and self.works:
+        if self.has_momentum and self.momentum is None and self.is_worker:
             self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)

@@ -184,7 +184,7 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     """Whether an entry has every tensor that this rank would hold of a layer."""
     entry = _own_part(state, entry)
     wanted = [f"{name}.sum" for name in state.running if state.keeps(name)]
-    if state.works:
+    if state.is_worker:
         wanted += [f"solution.{name}" for name in state.block.solution_shapes]
     return all(key in entry for key in wanted)
 
@@ -216,14 +216,14 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if f"{name}.last" in entry and state.keeps(name) and state.compares:
             state.history[name] = (read(f"{name}.last", dtype), read(f"{name}.before", dtype))
     _load_compared(state, entry)
-    if "momentum" in entry and state.works:
+    if "momentum" in entry and state.is_worker:
         state.momentum = read("momentum", dtype)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.block.solution_shapes
     state.solved_at = None if solved == _NEVER else solved
     state.last_refresh = None if last == _NEVER else last
-    if not state.works:
+    if not state.is_worker:
         return
     if all(f"solution.{name}" in entry for name in names):
         state.solution = {name: read(f"solution.{name}", dtype) for name in names}

@@ -210,7 +210,7 @@ class Pending:
         self.rows = counted if self.rows is None else self.rows + counted
 
     def add_output(
-        self, contributions: Mapping[str, Tensor], seen: Pass, share: float = 1.0
+        self, contributions: Mapping[str, Tensor], forward_pass: Pass, share: float = 1.0
     ) -> None:
         """Add one call's output side, weighted; a non-finite one is dropped and counted."""
         if not contributions:
@@ -222,8 +222,8 @@ class Pending:
                 value.mul_(math.sqrt(share) if gathered else share)
         finite = self._screen(contributions)
         self._accumulate(contributions)
-        before = self.finite.get(seen)
-        self.finite[seen] = finite if before is None else before | finite
+        before = self.finite.get(forward_pass)
+        self.finite[forward_pass] = finite if before is None else before | finite
 
     def add_gradient(self, contributions: Mapping[str, Tensor]) -> None:
         """Add what the gradient matrix of this step shows."""
@@ -233,58 +233,58 @@ class Pending:
         self.gradients = finite.to(count_dtype(finite.device))
         self._accumulate(contributions)
 
-    def hold_input(self, rows: Tensor, positions: int, seen: Pass) -> None:
+    def hold_input(self, rows: Tensor, positions: int, forward_pass: Pass) -> None:
         """Keep rows summed over positions, ``[*b, N, d]``; further uses in a pass add to them."""
-        before = self.held_inputs.get(seen)
+        before = self.held_inputs.get(forward_pass)
         if before is not None:
             rows, positions = before[0] + rows, before[1] + positions
-        self.held_inputs[seen] = (rows, positions)
+        self.held_inputs[forward_pass] = (rows, positions)
 
-    def hold_output(self, rows: Tensor, seen: Pass, draw: int, share: float) -> None:
+    def hold_output(self, rows: Tensor, forward_pass: Pass, draw: int, share: float) -> None:
         """Keep output rows summed over positions; uses and backward passes of one draw add up."""
-        key = (seen, draw)
+        key = (forward_pass, draw)
         before = self.held_outputs.get(key)
         self.held_outputs[key] = (rows if before is None else before[0] + rows, share)
 
-    def hold_summed(self, rows: Tensor, seen: Pass, draw: int, share: float) -> bool:
+    def hold_summed(self, rows: Tensor, forward_pass: Pass, draw: int, share: float) -> bool:
         """Add rows ``[*b, 1, S, d]`` to those of other calls; false if these are of another size."""
         before = self.summed.get(draw)
         if before is None:
-            self.summed[draw] = Summed(rows, share, {seen: None})
+            self.summed[draw] = Summed(rows, share, {forward_pass: None})
             return True
         if before.rows.shape != rows.shape:
             return False
         before.rows = before.rows + rows
-        before.passes[seen] = None
+        before.passes[forward_pass] = None
         return True
 
     def release_inputs(self) -> None:
         """Turn held input rows of all passes but the newest into contributions."""
-        for seen in list(self.held_inputs)[:-1]:
-            rows = self._input_rows(seen)
+        for forward_pass in list(self.held_inputs)[:-1]:
+            rows = self._input_rows(forward_pass)
             self.add_input(self.block.observe_input(rows), rows.count)
-            del self.held_inputs[seen]
+            del self.held_inputs[forward_pass]
 
-    def _input_rows(self, seen: Pass) -> DenseRows:
-        rows, positions = self.held_inputs[seen]
+    def _input_rows(self, forward_pass: Pass) -> DenseRows:
+        rows, positions = self.held_inputs[forward_pass]
         return DenseRows((rows / positions).unsqueeze(-2))
 
     def settle(self) -> None:
         """Turn held rows into contributions."""
-        inputs = {seen: self._input_rows(seen) for seen in self.held_inputs}
+        inputs = {forward_pass: self._input_rows(forward_pass) for forward_pass in self.held_inputs}
         for rows in inputs.values():
             self.add_input(self.block.observe_input(rows), rows.count)
-        for (seen, _), (held, share) in self.held_outputs.items():
+        for (forward_pass, _), (held, share) in self.held_outputs.items():
             outputs = DenseRows(held.unsqueeze(-2))
             found = self.block.observe_output(outputs)
-            if seen in inputs:
-                found |= self.block.observe_pair(inputs[seen], outputs)
-            self.add_output(found, seen, share)
+            if forward_pass in inputs:
+                found |= self.block.observe_pair(inputs[forward_pass], outputs)
+            self.add_output(found, forward_pass, share)
         self.held_inputs.clear()
         self.held_outputs.clear()
 
     def contribution(
-        self, name: str, normaliser: Normaliser | None, in_place: bool = False
+        self, name: str, normalizer: Normalizer | None, in_place: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """What this step adds to a statistic's sum and count, if anything.
 
@@ -293,27 +293,27 @@ class Pending:
         """
         total, statistic = self.sums.get(name), self.block.statistics[name]
         if name in self.shared_sums and self.shared_count is not None:
-            return self._with_shared(name, normaliser)
+            return self._with_shared(name, normalizer)
         if total is None:
             return None
         if statistic.source == "input":
             return None if self.rows is None else (total, self.rows)
         if statistic.source == "gradient":
             return None if self.gradients is None else (total, self.gradients)
-        if normaliser is None or not self.finite:
+        if normalizer is None or not self.finite:
             return None
-        scale = normaliser.scale(statistic.degree)
+        scale = normalizer.scale(statistic.degree)
         fits = self._size(name, total).abs() * scale < torch.finfo(total.dtype).max * 2.0**-16
         kept = fits.to(total.dtype) * scale
-        count = normaliser.count(self.finite) * fits
+        count = normalizer.count(self.finite) * fits
         if in_place and self.dropped is not None:
             self.dropped = self.dropped + ~fits
         return (total.mul_(kept) if in_place else total * kept), count
 
-    def _with_shared(self, name: str, normaliser: Normaliser | None) -> tuple[Tensor, Tensor]:
+    def _with_shared(self, name: str, normalizer: Normalizer | None) -> tuple[Tensor, Tensor]:
         assert self.shared_count is not None
         total, count = self.shared_sums.pop(name), self.shared_count
-        own = self.contribution(name, normaliser)
+        own = self.contribution(name, normalizer)
         return (total, count) if own is None else (total + own[0], count + own[1])
 
     def _size(self, name: str, value: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class Pending:
         return finite
 
 
-class Normaliser:
+class Normalizer:
     """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
 
     def __init__(
@@ -391,18 +391,18 @@ class Normaliser:
         self.passes = list(passes)
         self.loss_average = loss_average
         self.unscaled = unscaled
-        self._total = sum((self._weight(seen) for seen in self.passes), start=0.0)
+        self._total = sum((self._weight(forward_pass) for forward_pass in self.passes), start=0.0)
 
-    def _weight(self, seen: Pass) -> float | Tensor:
+    def _weight(self, forward_pass: Pass) -> float | Tensor:
         if self.loss_average == "token":
-            if seen.terms is None:
+            if forward_pass.terms is None:
                 raise RuntimeError(
                     "loss_average='token' could not count the loss terms: the model's own forward was "
                     "not called, or no output of it received a gradient. Call the model as a whole, or "
                     "give the number that the loss was divided by."
                 )
-            return seen.terms
-        return float(seen.samples)
+            return forward_pass.terms
+        return float(forward_pass.samples)
 
     @property
     def samples(self) -> float | Tensor:
@@ -420,9 +420,9 @@ class Normaliser:
     def count(self, finite: Mapping[Pass, Tensor]) -> Tensor:
         """``N`` times the share of samples in passes that this layer saw and that were finite."""
         device = next(iter(finite.values())).device
-        seen = new_count(0.0, device)
+        forward_pass = new_count(0.0, device)
         for one, flag in finite.items():
-            seen = seen + flag.to(seen.dtype) * self._weight(one)
+            forward_pass = forward_pass + flag.to(forward_pass.dtype) * self._weight(one)
         if isinstance(self.loss_average, str):
-            return seen
-        return seen * (self.samples / max(self._total, 1.0))
+            return forward_pass
+        return forward_pass * (self.samples / max(self._total, 1.0))

@@ -20,9 +20,9 @@ from kronfac.adaptive.interval import AdaptiveInterval, compare
 from kronfac.capture import broadcast
 from kronfac.capture.capture import Capture
 from kronfac.capture.sampling import Observer
-from kronfac.capture.unobserved import Missing
-from kronfac.distributed.comm.traffic import Ledger
-from kronfac.distributed.coordinator import Team
+from kronfac.capture.unobserved import Unobserved
+from kronfac.distributed.comm.traffic import Traffic
+from kronfac.distributed.coordinator import Distributed
 from kronfac.distributed.parameter_owners import Ownership
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.spread import Spreading
@@ -42,7 +42,7 @@ from kronfac.rescale.rules import reads_sequences, refusal, rule_of
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.layer_state import BlockFactory, LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import Normaliser
+from kronfac.statistics.pending import Normalizer
 from kronfac.step.batching import Batches
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.schedule import Clock, spread_offsets
@@ -79,13 +79,13 @@ class Preconditioner:
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
-        self.team: Team | None = None
+        self.coordinator: Distributed | None = None
         self.ownership: Ownership | None = None
         self.spreading: Spreading | None = None
         #: Whether ranks have agreed on which layers have inputs that stand for all samples.
         self._agreed = False
         self._batches = Batches(self.phases)
-        self._missing = Missing(options, self.capture)
+        self._unobserved = Unobserved(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
 
@@ -131,23 +131,23 @@ class Preconditioner:
             costs = [state.block.cost.refresh_flops for state in states]
             for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
                 state.offset = offset
-        if self.team is not None:
-            self._share_out(self.team, groups)
+        if self.coordinator is not None:
+            self._share_out(self.coordinator, groups)
 
-    def join(self, team: Team, groups: ParamGroups, reduces_gradients: bool) -> None:
+    def join(self, coordinator: Distributed, groups: ParamGroups, reduces_gradients: bool) -> None:
         """Share the work out over ranks from now on."""
-        self.team = team
-        self.ownership = Ownership(team, reduces_gradients)
-        self.spreading = Spreading(team)
-        self.capture.listener = team.observed
-        self._share_out(team, groups)
+        self.coordinator = coordinator
+        self.ownership = Ownership(coordinator, reduces_gradients)
+        self.spreading = Spreading(coordinator)
+        self.capture.listener = coordinator.observed
+        self._share_out(coordinator, groups)
         self._announce()
 
-    def _share_out(self, team: Team, groups: ParamGroups) -> None:
-        team.attach(
+    def _share_out(self, coordinator: Distributed, groups: ParamGroups) -> None:
+        coordinator.attach(
             list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
         )
-        if self.ownership is not None and team.owns_parameters:
+        if self.ownership is not None and coordinator.owns_parameters:
             self.ownership.assign(list(self.layers.values()), groups)
 
     def detach(self) -> None:
@@ -165,11 +165,11 @@ class Preconditioner:
 
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
-        if self.team is not None:
+        if self.coordinator is not None:
             for state in self.layers.values():
                 if state.layer.stale():
                     state.reset()  # also where this rank has not observed it
-            self.team.agree_on_solutions(list(self.layers.values()))
+            self.coordinator.agree_on_solutions(list(self.layers.values()))
         if self.ownership is not None:
             self.ownership.reduce_gradients()
         self._clip(groups)
@@ -185,7 +185,7 @@ class Preconditioner:
             updates = self._precondition(groups)
         with self.phases("rescale"):
             self._rescale(updates)
-        if self.spreading is not None and self.spreading.team.spreads:
+        if self.spreading is not None and self.spreading.coordinator.spreads:
             with self.phases("spread"):
                 self.spreading.spread([s for s in self.layers.values() if _is_preconditioned(s)])
 
@@ -195,8 +195,8 @@ class Preconditioner:
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh."""
-        if self.team is not None:
-            self.team.consolidate(list(self.layers.values()))
+        if self.coordinator is not None:
+            self.coordinator.consolidate(list(self.layers.values()))
             self._announce()
 
     def resume(
@@ -207,7 +207,7 @@ class Preconditioner:
         entries: dict[str, dict[str, Any]],
     ) -> None:
         """Take up what ranks had agreed on when state was saved, where that is possible."""
-        if self.team is None:
+        if self.coordinator is None:
             return
 
         def holds_all() -> bool:
@@ -217,8 +217,8 @@ class Preconditioner:
             )
 
         if plan:
-            self.team.resume(plan, holds_all)
-        if self.ownership is not None and self.team.owns_parameters:
+            self.coordinator.resume(plan, holds_all)
+        if self.ownership is not None and self.coordinator.owns_parameters:
             self.ownership.assign(list(self.layers.values()), groups)
 
     def advance(self) -> None:
@@ -240,26 +240,26 @@ class Preconditioner:
 
     def _announce(self) -> None:
         """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
-        if self.team is None:
+        if self.coordinator is None:
             return
         due = []
         if self.capture.due and not self.detached:
             due = [s for s in self.layers.values() if self._may_refresh(s)]
-        self.team.expect(due, self._moment)
+        self.coordinator.expect(due, self._moment)
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
         return Moment(decay, self.capture.passes, self._early_normaliser)
 
-    def _early_normaliser(self) -> Normaliser | None:
+    def _early_normaliser(self) -> Normalizer | None:
         counts = self.options.loss_average == "token"
         if counts and any(seen.terms is None for seen in self.capture.passes):
             return None
         return self._normaliser()
 
-    def _normaliser(self) -> Normaliser:
+    def _normaliser(self) -> Normalizer:
         options = self.options
-        return Normaliser(self.capture.passes, options.loss_average, options.sampled)
+        return Normalizer(self.capture.passes, options.loss_average, options.sampled)
 
     def _clip(self, groups: ParamGroups) -> None:
         bound = self.options.max_grad_norm
@@ -294,40 +294,40 @@ class Preconditioner:
     def _reduce(self) -> None:
         """Fold what was observed since the last step into the running averages."""
         states = list(self.layers.values())
-        if self.team is None:
-            self._missing.report(states)
+        if self.coordinator is None:
+            self._unobserved.report(states)
         else:
-            self.team.before_fold(states, self.capture.passes)
-        normaliser = self._normaliser()
-        self._settle_broadcast(states, normaliser)
+            self.coordinator.before_fold(states, self.capture.passes)
+        normalizer = self._normaliser()
+        self._settle_broadcast(states, normalizer)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
-            self._fold(state, normaliser, decay)
-            state.has_news = True
+            self._fold(state, normalizer, decay)
+            state.has_new_statistics = True
         self.clock.mark_factor()
         self.count("factor_updates")
 
-    def _settle_broadcast(self, states: Sequence[LayerState], normaliser: Normaliser) -> None:
+    def _settle_broadcast(self, states: Sequence[LayerState], normalizer: Normalizer) -> None:
         """Add up over ranks what belongs to inputs that stand for all samples."""
-        team = self.team
-        if team is None or team.is_local:
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.is_local:
             broadcast.agree(states, None)
-            broadcast.settle(states, normaliser, add_up=None, adds=True)
+            broadcast.settle(states, normalizer, add_up=None, adds=True)
             return
         if not self._agreed:
             self._agreed = True
-            broadcast.agree(states, team.world.largest)
-        broadcast.settle(states, normaliser, team.add_rows, adds=team.world.rank == 0)
+            broadcast.agree(states, coordinator.world.largest)
+        broadcast.settle(states, normalizer, coordinator.add_rows, adds=coordinator.world.rank == 0)
 
-    def _fold(self, state: LayerState, normaliser: Normaliser, decay: float) -> None:
+    def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
         pending = state.pending
         pending.settle()
-        owned = self.ownership is None or not self.ownership.active or state.works
+        owned = self.ownership is None or not self.ownership.active or state.is_worker
         if state.has_gradient and owned:
             pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
         for name, running in state.running.items():
             running.decay(decay)
-            found = pending.contribution(name, normaliser, in_place=True)
+            found = pending.contribution(name, normalizer, in_place=True)
             if found is not None:
                 running.add(*found)
 
@@ -347,30 +347,31 @@ class Preconditioner:
             state
             for state in self.layers.values()
             # A layer that could not be solved yet waits for something new.
-            if self._may_refresh(state) and (state.last_refresh is not None or state.has_news)
+            if self._may_refresh(state)
+            and (state.last_refresh is not None or state.has_new_statistics)
         ]
         for state in due:
-            state.has_news = False
-        if self.team is None:
+            state.has_new_statistics = False
+        if self.coordinator is None:
             with self.phases("refresh"):
                 for state in due:
                     with self.phases.part("refresh", state.name):
                         self._solve_here(state, damping)
         elif due:
-            solutions = self.team.solve(due, damping)
+            solutions = self.coordinator.solve(due, damping)
             for state, solution in solutions.items():
                 self._take(state, solution)
-            self._missing.report_unseen(state for state in due if state not in solutions)
-        elif taken and not self.team.settings.deferred:
-            self.team.consolidate(list(self.layers.values()))
+            self._unobserved.report_unseen(state for state in due if state not in solutions)
+        elif taken and not self.coordinator.settings.deferred:
+            self.coordinator.consolidate(list(self.layers.values()))
         if interval is not None and judged and due:
             self._judge(interval, due)
 
     def _judge(self, interval: AdaptiveInterval, due: Sequence[LayerState]) -> None:
         """Adapt the interval to what has changed since the last refreshes, alike on all ranks."""
         votes = compare(due, interval.rule.tolerance)
-        if self.team is not None:
-            votes = self.team.world.total(votes)
+        if self.coordinator is not None:
+            votes = self.coordinator.world.total(votes)
         verdict = interval.judge(votes.tolist(), self.clock.step)
         if verdict != "kept":
             self.count(f"refresh_{verdict}")
@@ -397,7 +398,7 @@ class Preconditioner:
                     "in a row; raise damping, or name the layer in exclude."
                 )
         else:
-            state.solution = solution if state.works else None
+            state.solution = solution if state.is_worker else None
             state.solved_at, state.failures_in_a_row = step, 0
             self.count("refreshes")
         if state.last_refresh is None and self.options.stagger and state.offset:
@@ -418,7 +419,7 @@ class Preconditioner:
                 continue
             if state.layer.stale():
                 state.reset()
-            if not state.works:
+            if not state.is_worker:
                 continue
             with self.phases.part("precondition", state.name):
                 before = self._with_momentum(state, state.layer.gradient())
@@ -465,8 +466,8 @@ class Preconditioner:
     def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
         """The factor of all layers on all ranks."""
         total = kl_clip_sum(steps)
-        if self.team is not None:
-            total = self.team.add_up(total, self.model)
+        if self.coordinator is not None:
+            total = self.coordinator.add_up(total, self.model)
         factor = kl_clip_factor(total, self.options.kl_clip)
         self.count("kl_clip_steps")
         self.count("kl_clip_active", (factor < 1).to(torch.int64))
@@ -484,7 +485,11 @@ class Preconditioner:
         counters = {name: int(value) for name, value in self.counters.items()}
         return {
             "steps": self.clock.step,
-            **({**Ledger().stats(), "waited": 0.0} if self.team is None else self.team.stats()),
+            **(
+                {**Traffic().stats(), "waited": 0.0}
+                if self.coordinator is None
+                else self.coordinator.stats()
+            ),
             "factor_updates": counters.get("factor_updates", 0),
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),
@@ -509,7 +514,9 @@ class Preconditioner:
     def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
         """What is saved, by parameter name; every trainable parameter has at least the step."""
         step = torch.tensor(self.clock.step, dtype=torch.int64, device="cpu")
-        partial = torch.tensor(self.team is not None and self.team.is_partial, device="cpu")
+        partial = torch.tensor(
+            self.coordinator is not None and self.coordinator.is_partial, device="cpu"
+        )
         found: dict[str, dict[str, Any]] = {
             name: {"step": step} for p, name in names.items() if p.requires_grad
         }
@@ -555,8 +562,8 @@ class Preconditioner:
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
         self.capture.begin_step(self.clock.factor_due() and not self.detached)
-        if self.team is not None:
-            self.team.start_anew()
+        if self.coordinator is not None:
+            self.coordinator.start_anew()
             self._announce()
 
     def check_entries(

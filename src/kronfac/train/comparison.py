@@ -19,7 +19,7 @@ from kronfac.train.launch import launch
 from kronfac.train.launch.ranks import current
 from kronfac.train.recipe.recipe import Recipe
 from kronfac.train.record.folder import RunFolder, free_path, run_name
-from kronfac.train.run.dry_run import rehearse
+from kronfac.train.run.dry_run import dry_run
 from kronfac.train.run.resume_checks import FREE, TARGETS, check_folder
 from kronfac.train.run.run import Origin, choose_device, isolated, train
 
@@ -51,7 +51,7 @@ def run(
     )
     device = choose_device(options.device)
     with isolated(device, deterministic=False):
-        rehearse([recipe.job(name) for name in left], ranks, device, options.data_dir)
+        dry_run([recipe.job(name) for name in left], ranks, device, options.data_dir)
     for (name, seed), place, known in zip(turns, places, states, strict=True):
         if known == _DONE:
             continue

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kronfac.distributed.comm.collectives import Arrival, Channel
+from kronfac.distributed.comm.collectives import Arrival, Collectives
 from kronfac.distributed.comm.flat import Flat, Item, alike
 from kronfac.distributed.comm.traffic import Phase
 
 
-class Parcel:
+class Broadcast:
     """Tensors of one rank in one message to all members of a channel."""
 
     def __init__(
         self,
         items: Sequence[Item],
         root: int,
-        channel: Channel,
+        collectives: Collectives,
         phase: Phase,
         wire: torch.dtype | None,
     ) -> None:
         self.root = root
-        self.channel = channel
+        self.collectives = collectives
         self.phase: Phase = phase
         self.flat = Flat(items, wire)
         self._arrival: Arrival | None = None
@@ -32,7 +32,7 @@ class Parcel:
     @property
     def mine(self) -> bool:
         """Whether this rank fills it."""
-        return self.root == self.channel.rank
+        return self.root == self.collectives.rank
 
     @property
     def keys(self) -> list[str]:
@@ -45,7 +45,7 @@ class Parcel:
 
     def launch(self) -> None:
         """Send it off, or get ready to receive it."""
-        self._arrival = self.channel.broadcast(self.phase, self.flat.tensor, self.root)
+        self._arrival = self.collectives.broadcast(self.phase, self.flat.tensor, self.root)
 
     def wait(self) -> None:
         """Return when it is there."""
@@ -57,16 +57,16 @@ class Parcel:
         return self.flat.take(key)
 
 
-def make_parcels(
-    items: Sequence[Item], channel: Channel, phase: Phase, wire: torch.dtype | None
-) -> list[Parcel]:
+def make_broadcasts(
+    items: Sequence[Item], collectives: Collectives, phase: Phase, wire: torch.dtype | None
+) -> list[Broadcast]:
     """Parcels by root, in the order of roots, so that all members send in the same order."""
     by_root: dict[int, list[Item]] = {}
     for item in items:
         assert item.root is not None
         by_root.setdefault(item.root, []).append(item)
     return [
-        Parcel(group, root, channel, phase, wire)
+        Broadcast(group, root, collectives, phase, wire)
         for root in sorted(by_root)
         for group in alike(by_root[root])
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kronfac.distributed.comm.collectives import Arrival, Channel, Segment
+from kronfac.distributed.comm.collectives import Arrival, Collectives, Segment
 from kronfac.distributed.comm.flat import Flat, Item, alike
 from kronfac.distributed.comm.traffic import Phase
 
@@ -18,11 +18,11 @@ class Bucket:
     def __init__(
         self,
         items: Sequence[Item],
-        channel: Channel,
+        collectives: Collectives,
         wire: torch.dtype | None = None,
         phase: Phase = "reduce",
     ) -> None:
-        self.channel = channel
+        self.collectives = collectives
         self.phase: Phase = phase
         ordered = sorted(items, key=lambda item: -1 if item.root is None else item.root)
         self.flat = Flat(ordered, wire)
@@ -46,9 +46,9 @@ class Bucket:
         self._arrivals = []
         if self._common:
             common = self.flat.tensor[: self._common]
-            self._arrivals.append(self.channel.all_reduce(self.phase, common))
+            self._arrivals.append(self.collectives.all_reduce(self.phase, common))
         if self._segments:
-            arrival = self.channel.reduce(
+            arrival = self.collectives.reduce(
                 self.phase, self.flat.tensor, self._segments, self._scratch
             )
             self._arrivals.append(arrival)
@@ -60,7 +60,7 @@ class Bucket:
 
     def sums(self) -> dict[str, Tensor]:
         """The sums that belong to this rank."""
-        mine = (None, self.channel.rank)
+        mine = (None, self.collectives.rank)
         keys = [key for key, item in self.flat.items.items() if item.root in mine]
         return {key: self.flat.copy(key) for key in keys}
 
@@ -116,7 +116,7 @@ class Reduction:
 
 
 def make_buckets(
-    groups: Sequence[Sequence[Item]], channel: Channel, wire: torch.dtype | None
+    groups: Sequence[Sequence[Item]], collectives: Collectives, wire: torch.dtype | None
 ) -> list[Bucket]:
     """One bucket for each group, or several if its tensors differ in precision or device."""
-    return [Bucket(items, channel, wire) for group in groups for items in alike(group)]
+    return [Bucket(items, collectives, wire) for group in groups for items in alike(group)]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.comm.traffic import Kind, Ledger, Phase
+from kronfac.distributed.comm.traffic import Kind, Phase, Traffic
 
 #: Up to this many ranks, Gloo moves segments directly between their ends. Its own broadcast passes
 #: through a tree, in which a few links carry several times their share.
@@ -46,7 +46,7 @@ class Arrival:
     """A message on its way."""
 
     phase: Phase
-    works: Sequence[Any] = ()
+    is_worker: Sequence[Any] = ()
     then: Callable[[], None] | None = None
     arrived: bool = False
 
@@ -55,7 +55,7 @@ class Arrival:
         if self.arrived:
             return
         try:
-            for work in self.works:
+            for work in self.is_worker:
                 work.wait()
         except RuntimeError as error:
             raise LostRankError(
@@ -65,18 +65,18 @@ class Arrival:
             ) from error
         if self.then is not None:
             self.then()
-        self.works = ()
+        self.is_worker = ()
         self.arrived = True
 
 
-class Channel:
+class Collectives:
     """Some ranks, of which this one is a member."""
 
-    def __init__(self, group: Any, members: tuple[int, ...], rank: int, ledger: Ledger) -> None:
+    def __init__(self, group: Any, members: tuple[int, ...], rank: int, traffic: Traffic) -> None:
         self.group = group
         self.members = members
         self.rank = rank
-        self.ledger = ledger
+        self.traffic = traffic
         self.direct = host_backend(group) == "gloo" and len(members) <= MAX_DIRECT
         self._places = {member: place for place, member in enumerate(members)}
         self._tags = itertools.count(1)
@@ -109,12 +109,12 @@ class Channel:
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
             return self._collect(phase, flat, wanted, {} if scratch is None else scratch)
-        works = []
+        is_worker = []
         for one in wanted:
             part = flat[one.start : one.stop]
             if not self._alone(phase, "reduce", part):
-                works.append(self._start(phase, self._reduce_one, part, one.rank))
-        return Arrival(phase, works)
+                is_worker.append(self._start(phase, self._reduce_one, part, one.rank))
+        return Arrival(phase, is_worker)
 
     def broadcast(self, phase: Phase, flat: Tensor, root: int) -> Arrival:
         """Send a tensor from one member to all others."""
@@ -160,24 +160,24 @@ class Channel:
         self, phase: Phase, flat: Tensor, segments: Sequence[Segment], scratch: dict[int, Tensor]
     ) -> Arrival:
         """Every member sends each segment straight to its rank, which adds them in the order of ranks."""
-        tag, works = next(self._tags), []
+        tag, is_worker = next(self._tags), []
         own = next((flat[one.start : one.stop] for one in segments if one.rank == self.rank), None)
         others = [member for member in self.members if member != self.rank]
         if own is not None:
             for member in others:
                 if member not in scratch:
                     scratch[member] = torch.empty_like(own)
-                works.append(self._start(phase, self._receive, scratch[member], member, tag))
+                is_worker.append(self._start(phase, self._receive, scratch[member], member, tag))
         for one in segments:
             if one.rank != self.rank:
                 part = flat[one.start : one.stop]
-                works.append(self._start(phase, self._send, part, one.rank, tag))
+                is_worker.append(self._start(phase, self._send, part, one.rank, tag))
 
         def add() -> None:
             if own is not None:
                 _add([scratch[member] for member in others], own)
 
-        return Arrival(phase, works, add)
+        return Arrival(phase, is_worker, add)
 
     def _reduce_one(self, part: Tensor, root: int) -> Any:
         return dist.reduce(part, group_dst=self._place(root), group=self.group, async_op=True)
@@ -211,7 +211,7 @@ class Channel:
 
     def _record(self, phase: Phase, kind: Kind, flat: Tensor) -> None:
         if self.size > 1:
-            self.ledger.record(phase, kind, flat.numel() * flat.element_size(), self.size)
+            self.traffic.record(phase, kind, flat.numel() * flat.element_size(), self.size)
 
 
 def _add(pieces: Sequence[Tensor], out: Tensor) -> None:

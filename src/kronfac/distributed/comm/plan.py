@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kronfac.distributed.comm.fusion import Arrival, fuse
-from kronfac.distributed.comm.process_group import World
+from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.placement.costs import Link
 
 
@@ -42,7 +42,7 @@ class Plan:
         """Begin to watch anew, at the next step."""
         self._ready.clear()
 
-    def decide(self, world: World, sizes: Mapping[str, int], link: Link) -> None:
+    def decide(self, world: ProcessGroup, sizes: Mapping[str, int], link: Link) -> None:
         """Choose the groups; all ranks call this together."""
         keys = list(sizes)
         latest = max(self._ready.values(), default=0.0)

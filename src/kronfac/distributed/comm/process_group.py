@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.comm.collectives import Channel, host_backend
-from kronfac.distributed.comm.traffic import Ledger
+from kronfac.distributed.comm.collectives import Collectives, host_backend
+from kronfac.distributed.comm.traffic import Traffic
 
 
-class World:
+class ProcessGroup:
     """A process group, seen from one of its ranks; ranks are counted within it.
 
     Its collectives go through groups made here, so that they never mix with those of
@@ -32,14 +32,14 @@ class World:
             )
         self.global_ranks = dist.get_process_group_ranks(self.parent)
         self.size = len(self.global_ranks)
-        self.ledger = Ledger()
+        self.traffic = Traffic()
         #: How long messages may take.
         self.timeout = _timeout(self.parent)
-        self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
-        self.all = self.channel(tuple(range(self.size)))
+        self._collectives: dict[tuple[str, tuple[int, ...]], Collectives] = {}
+        self.all = self.collectives(tuple(range(self.size)))
         self.device = _control_device(self.all.group)
 
-    def channel(self, members: Sequence[int], purpose: str = "") -> Channel:
+    def collectives(self, members: Sequence[int], purpose: str = "") -> Collectives:
         """The way to some of the ranks, of which this one is a member; made when first asked for.
 
         Messages of one channel have one order, which all members follow. What may come sooner or later
@@ -47,7 +47,7 @@ class World:
         """
         members = tuple(members)
         key = (purpose, members)
-        if key not in self._channels:
+        if key not in self._collectives:
             group = None
             if len(members) > 1:
                 group = dist.new_group(
@@ -56,8 +56,8 @@ class World:
                     backend=dist.get_backend_config(self.parent),
                     use_local_synchronization=True,
                 )
-            self._channels[key] = Channel(group, members, self.rank, self.ledger)
-        return self._channels[key]
+            self._collectives[key] = Collectives(group, members, self.rank, self.traffic)
+        return self._collectives[key]
 
     def total(self, values: Sequence[float] | Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine a few numbers over all ranks, in double precision; waits."""

@@ -17,7 +17,7 @@ def ring_bytes(kind: Kind, size: int, ranks: int) -> float:
     return size * 2 * (ranks - 1) / ranks if kind == "all_reduce" else float(size)
 
 
-class Ledger:
+class Traffic:
     """Counts the collectives that this rank takes part in.
 
     ``bytes`` is what they carry, ``sent`` what a rank sends for it by the formulas of ring algorithms.

@@ -14,7 +14,7 @@ from kronfac.layers.selection import unwrap
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.placement.scheme import Hybrid
 from kronfac.runs.errors import UserError
-from kronfac.train.optim.composite import Pair
+from kronfac.train.optim.composite import Composite
 from kronfac.train.optim.kfac_schedules import SCHEDULED, as_callable
 from kronfac.train.optim.muon import muon_with_adamw
 from kronfac.train.recipe.options import KFAC_KEYS
@@ -126,7 +126,7 @@ def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind:
         return KFAC(model, _kfac_base(groups, base), **own)
     matrices, *rest = groups
     kfac = KFAC(model, _kfac_base([matrices], base), **own)
-    return Pair(kfac, _adamw_on_rest(rest, base))
+    return Composite(kfac, _adamw_on_rest(rest, base))
 
 
 def _kfac_groups(

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from kronfac.optimizer.base import Preconditioned
 
 
-class Pair:
+class Composite:
     """Two optimizers, each with its part of one model, that look like one."""
 
     def __init__(self, first: Optimizer, second: Optimizer | None) -> None:
@@ -42,6 +42,6 @@ class Pair:
 
 def kfac_of(optimizer: object) -> Preconditioned | None:
     """The K-FAC optimizer that this is or contains, if there is one."""
-    if isinstance(optimizer, Pair):
+    if isinstance(optimizer, Composite):
         return next((one for one in optimizer.members if isinstance(one, Preconditioned)), None)
     return optimizer if isinstance(optimizer, Preconditioned) else None

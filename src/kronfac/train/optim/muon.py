@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kronfac.train.optim.composite import Pair
+from kronfac.train.optim.composite import Composite
 
 
 class FlatMuon(torch.optim.Muon):
@@ -40,7 +40,7 @@ class FlatMuon(torch.optim.Muon):
 
 def muon_with_adamw(
     model: nn.Module, options: Mapping[str, Any], other_options: Mapping[str, Any]
-) -> Pair:
+) -> Composite:
     """Muon on the weights of hidden layers, AdamW on embeddings, output layer, norms and biases."""
     hidden = hidden_weights(model)
     known = set(hidden)
@@ -50,7 +50,7 @@ def muon_with_adamw(
         members.append(FlatMuon(hidden, **options))
     if rest:
         members.append(torch.optim.AdamW(rest, **other_options))
-    return Pair(members[0], members[1] if len(members) > 1 else None)
+    return Composite(members[0], members[1] if len(members) > 1 else None)
 
 
 def hidden_weights(model: nn.Module) -> list[nn.Parameter]:

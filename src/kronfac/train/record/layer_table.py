@@ -33,14 +33,14 @@ def describe_layers(
 def _row(
     optimizer: Preconditioned, state: LayerState, seconds: Mapping[str, float]
 ) -> dict[str, Any]:
-    team = optimizer._preconditioner.team
+    coordinator = optimizer._preconditioner.coordinator
     row: dict[str, Any] = {
         "name": state.name,
         "kind": state.layer.kind,
         "shape": list(state.layer.matrix_shape),
         "parameters": math.prod(state.layer.matrix_shape),
         "bytes": state.held_bytes,
-        "ranks": "0" if team is None else owners(team, state),
+        "ranks": "0" if coordinator is None else owners(coordinator, state),
     }
     if seconds:
         row["seconds"] = {name: round(value, 6) for name, value in seconds.items()}

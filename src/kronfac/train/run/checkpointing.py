@@ -11,7 +11,7 @@ from torch import Tensor
 from kronfac.optimizer.base import Preconditioned
 from kronfac.runs import disk
 from kronfac.runs.errors import UserError
-from kronfac.train.optim.composite import Pair, kfac_of
+from kronfac.train.optim.composite import Composite, kfac_of
 from kronfac.train.run.checkpoint_checks import check_archive, check_content
 from kronfac.train.run.evaluation import Evaluation
 from kronfac.train.run.loop import Loop
@@ -53,7 +53,7 @@ def collect(loop: Loop) -> dict[str, Any]:
 def _optimizer_state(optimizer: Any) -> dict[str, Any] | None:
     if isinstance(optimizer, Preconditioned):
         return optimizer.full_state_dict(to=0)
-    if isinstance(optimizer, Pair):
+    if isinstance(optimizer, Composite):
         return {"members": [_optimizer_state(one) for one in optimizer.members]}
     state: dict[str, Any] = optimizer.state_dict()
     return state

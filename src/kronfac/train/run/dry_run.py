@@ -14,9 +14,7 @@ from kronfac.train.run.setup import build, check_batch, load_data
 from kronfac.train.run.stepping import Stepper
 
 
-def rehearse(
-    jobs: Sequence[Job], ranks: Ranks, device: torch.device, data_dir: Path | None
-) -> None:
+def dry_run(jobs: Sequence[Job], ranks: Ranks, device: torch.device, data_dir: Path | None) -> None:
     """Build model, optimizer and schedule of jobs on the same data, and let go of them.
 
     Anything that cannot be used is a :class:`UserError`; all ranks call it together.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronfac.optimizer.base import Preconditioned
-from kronfac.train.optim.composite import Pair
+from kronfac.train.optim.composite import Composite
 from kronfac.train.run.checkpoint_checks import members, refuse_first, shown
 
 
@@ -35,7 +35,7 @@ def check_mixup(saved: dict[str, Tensor], batch: int, step: int, path: Path) -> 
 
 
 def _problems(saved: dict[str, Any], optimizer: Any, step: int) -> Iterator[str]:
-    here = optimizer.members if isinstance(optimizer, Pair) else [optimizer]
+    here = optimizer.members if isinstance(optimizer, Composite) else [optimizer]
     there = members(saved)
     if len(there) != len(here):
         yield f"it has the state of {len(there)} optimizer(s), and this run has {len(here)}"

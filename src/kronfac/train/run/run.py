@@ -17,7 +17,7 @@ from kronfac.runs.errors import UserError
 from kronfac.runs.events import EventFile, Listener, Recorder
 from kronfac.train.launch.ranks import current
 from kronfac.train.launch.signals import Interruption
-from kronfac.train.optim.composite import Pair, kfac_of
+from kronfac.train.optim.composite import Composite, kfac_of
 from kronfac.train.recipe.recipe import Job, Recipe
 from kronfac.train.record import environment, loggers
 from kronfac.train.record.folder import RunFolder, as_json
@@ -325,7 +325,7 @@ def _config(job: Job, origin: Origin, kept: Mapping[str, Any]) -> dict[str, Any]
 
 def _summary(setup: Setup) -> str:
     optimizer = setup.optimizer
-    if not isinstance(optimizer, Pair):
+    if not isinstance(optimizer, Composite):
         return str(optimizer)
     return "\n\n".join(
         str(one) if isinstance(one, Preconditioned) else _share(one) for one in optimizer.members
