@@ -19,7 +19,7 @@ from tests.fuzz.training import backward, values
 STEPS = 5
 
 
-class ProcessGroup:
+class World:
     """How a seed's run is shared out over ranks."""
 
     def __init__(self, seed: int) -> None:
@@ -40,9 +40,17 @@ class ProcessGroup:
         return f"{self.size} ranks, {self.scheme}, DDP: {self.wrapped}\n{self.case}"
 
 
-def alone(case: Case) -> list[dict[str, Tensor]]:
-    """Parameters after each step of one process that has the whole batches."""
+def alone(case: Case, nudge: float = 0.0) -> list[dict[str, Tensor]]:
+    """Parameters after each step of one process that has the whole batches.
+
+    ``nudge`` moves the first parameters by a little, which shows what becomes of rounding.
+    """
     net, _ = case.make()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + nudge * drawn.to(parameter.dtype))
     optimizer = case.optimizer(net)
     history = []
     for step in range(STEPS):
@@ -67,7 +75,7 @@ def shard(case: Case, step: int, rank: int) -> list[Part]:
 def on_rank(rank: int, seed: int) -> tuple[list[dict[str, Tensor]], list[int]]:
     """Parameters after each step, and the steps after which ranks did not have the same bits."""
     warnings.simplefilter("ignore", UserWarning)  # advice on settings that were drawn by chance
-    world = ProcessGroup(seed)
+    world = World(seed)
     case = world.case
     net, _ = case.make()
     model: nn.Module = net

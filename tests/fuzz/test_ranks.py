@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import run
-from tests.fuzz.ranks import STEPS, ProcessGroup, alone, on_rank
+from tests.fuzz.ranks import STEPS, World, alone, on_rank
 from tests.fuzz.training import difference
 
 #: Advice on settings that were drawn by chance is not looked at; a layer that is missed raises.
@@ -25,12 +25,14 @@ def runs() -> Any:
 
 @runs()
 def test_ranks_take_the_steps_of_one_process(seed: int) -> None:
-    world = ProcessGroup(seed)
+    world = World(seed)
     print(world)
-    expected = alone(world.case)
+    expected, nudged = alone(world.case), alone(world.case, nudge=1e-15)
     by_rank = run(world.size, on_rank, seed)
     for rank, (history, differing) in enumerate(by_rank):
         assert differing == [], f"ranks differ after these steps, seen by rank {rank}"
         for step in range(STEPS):
             error, name = difference(history[step], expected[step])
-            assert error < 1e-8, f"rank {rank}, step {step}: {name!r} differs by {error:.1e}"
+            # A run that diverges, or follows a gradient that is zero but for rounding, says nothing.
+            bound = max(1e-8, 1e3 * difference(nudged[step], expected[step])[0])
+            assert error < bound, f"rank {rank}, step {step}: {name!r} differs by {error:.1e}"
