@@ -6,12 +6,11 @@ This file is the part that torch, schedulers, scalers and trainers see.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import metadata
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -36,18 +35,19 @@ from kronfac.distributed.consistency import (
 from kronfac.distributed.coordinator import Distributed
 from kronfac.distributed.gather_state import gather_state
 from kronfac.distributed.overview import overview
-from kronfac.layers import Layer
 from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
+from kronfac.optimizer.common import Common
 from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
+from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
 from kronfac.optimizer.summary import describe, left_out
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
 from kronfac.options.config import Number, Options, Schedules, check_scaler
 from kronfac.placement.place import Placement
-from kronfac.placement.scheme import Distribute
-from kronfac.protocol.block import Block
+from kronfac.placement.scheme import Distribute, as_distribute
+from kronfac.protocol.method import Method
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.integrity import check_entries, check_saved
 from kronfac.state.timing import Seconds
@@ -85,7 +85,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
-class Preconditioned(Optimizer, Joinable, ABC):
+class Preconditioned(Optimizer, Joinable):
     """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
@@ -97,22 +97,24 @@ class Preconditioned(Optimizer, Joinable, ABC):
         self,
         model: nn.Module,
         base_optimizer: Optimizer,
-        options: Options,
-        schedules: Schedules,
-        distribute: Distribute | None = None,
-        process_group: Any = None,
+        method: Method,
+        **common: Unpack[Common],
     ) -> None:
         check_model(model)
         check_base(base_optimizer)
-        check_process_group(process_group)
-        settings = Distribute() if distribute is None else distribute
-        self._build(model, base_optimizer, options, schedules, settings, process_group)
+        values = with_defaults(method.defaults, common)
+        check_process_group(values["process_group"])
+        engine = (engine_options(method, values), schedules_of(values))
+        distribute = as_distribute(values["distribute"])
+        self._build(model, base_optimizer, method, *engine, distribute, values["process_group"])
+        self.grad_scaler = values["grad_scaler"]
         advise_on_arguments(self._advice, self._preconditioner, base_optimizer)
 
     def _build(
         self,
         model: nn.Module,
         base: Optimizer,
+        method: Method,
         options: Options,
         schedules: Schedules,
         distribute: Distribute,
@@ -130,7 +132,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
         Optimizer.__setstate__(self, {})
-        self._preconditioner = Preconditioner(model, options, schedules, self._make_block)
+        self._preconditioner = Preconditioner(model, method, options, schedules)
         self._preconditioner.attach(self.param_groups)
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
@@ -167,7 +169,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
-            "option": described(vars(preconditioner.options)),
+            "option": described(preconditioner.method.described() | vars(preconditioner.options)),
             "hyperparameter": described(preconditioner.schedules.values()),
             "distribute": repr(self._distribute),
             "parameter": {name: shape_of(p) for p, name in self._names().items()},
@@ -176,10 +178,6 @@ class Preconditioned(Optimizer, Joinable, ABC):
                 for state in preconditioner.layers.values()
             },
         }
-
-    @abstractmethod
-    def _make_block(self, layer: Layer, per_sample: bool) -> Block:
-        """Return the method's block for one layer."""
 
     # --- what torch expects of an optimizer -----------------------------------------------------
 
@@ -603,6 +601,7 @@ class Preconditioned(Optimizer, Joinable, ABC):
         return {
             "model": self.model,
             "base": self.base,
+            "method": preconditioner.method,
             "options": preconditioner.options,
             "schedules": preconditioner.schedules,
             "scaler": self.grad_scaler,
@@ -618,13 +617,13 @@ class Preconditioned(Optimizer, Joinable, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Watch the copied model and continue from the copied tensors; all ranks do so together."""
-        settings = (state["options"], state["schedules"], state["distribute"])
+        given = (state["method"], state["options"], state["schedules"], state["distribute"])
         group = None
         if state["ranks"] is not None and dist.is_available() and dist.is_initialized():
             group = dist.new_group(
                 state["ranks"], timeout=state["timeout"], use_local_synchronization=True
             )
-        self._build(state["model"], state["base"], *settings, group)
+        self._build(state["model"], state["base"], *given, group)
         plan, entries = state["plan"], state["entries"]
         self._preconditioner.resume(plan, self.param_groups, self._names(), entries)
         self._preconditioner.load_entries(self._names(), state["entries"])

@@ -17,15 +17,11 @@ Count = int | Callable[[int], int]
 Pattern = str | type[nn.Module]
 
 Fisher = Literal["empirical", "mc", "exact", "forward"]
-Sharing = Literal["expand", "reduce"]
-SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
 Rescale = Literal["auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
-    "sharing": ("expand", "reduce"),
-    "solver": ("auto", "eigen", "cholesky", "newton-schulz"),
     "rescale": (None, "auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"),
     "on_missing": ("warn", "raise", "ignore"),
 }
@@ -36,21 +32,17 @@ class Options:
     """What does not change during training. Field meanings are those of :class:`kronfac.KFAC`."""
 
     fisher: Fisher
-    sharing: Sharing
-    solver: SolverOption
     momentum: float
     nesterov: bool
     rescale: Rescale | None
     kl_clip: float
     early_refresh: bool
     stagger: bool
-    max_dim: int
     loss_average: Literal["batch", "token"] | float | None
     include: tuple[Pattern, ...]
     exclude: tuple[Pattern, ...]
     on_missing: Missing
     max_grad_norm: float | None = None
-    power: float = 1.0
 
     @property
     def sampled(self) -> bool:
@@ -59,7 +51,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            check_choice(name, getattr(self, name), choices)
         for name in ("nesterov", "early_refresh", "stagger"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -67,35 +59,15 @@ class Options:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0; give momentum=0.9, for example.")
         check_positive("kl_clip", self.kl_clip)
-        check_count("max_dim", self.max_dim)
         if self.max_grad_norm is not None:
             check_positive("max_grad_norm", self.max_grad_norm)
         self._check_loss_average()
-        self._check_power()
-
-    def _check_power(self) -> None:
-        if not _is_real(self.power) or not 0 < self.power <= 1:
-            raise ValueError(
-                f"power={self.power!r} must be a number in (0, 1]: 1 or 0.5, for example."
-            )
-        if self.power == 1:
-            return
-        if self.solver not in ("auto", "eigen"):
-            raise ValueError(
-                f"power={self.power!r} needs eigenvalues, which solver={self.solver!r} does not find; "
-                "choose solver='eigen'."
-            )
-        if self.rescale == "quadratic":
-            raise ValueError(
-                f"power={self.power!r} does not minimise the quadratic model that "
-                "rescale='quadratic' builds; choose another rescale, or power=1."
-            )
 
     def _check_loss_average(self) -> None:
         value = self.loss_average
         if value is None or value in ("batch", "token"):
             return
-        if not _is_real(value) or not 0 < float(value) < math.inf:
+        if not is_real(value) or not 0 < float(value) < math.inf:
             raise ValueError(
                 f"loss_average={value!r} is not supported; choose 'batch', 'token', None for a "
                 "summed loss, or the positive number that the loss was divided by."
@@ -167,7 +139,8 @@ def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | 
     return None if value == "auto" and adaptive_damping else value
 
 
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise unless ``value`` is one of the choices."""
     if value not in choices:
         supported = ", ".join(map(repr, choices))
         raise ValueError(f"{name}={value!r} is not supported; choose one of {supported}.")
@@ -175,7 +148,7 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 
 def check_positive(name: str, value: Any) -> None:
     """Raise unless ``value`` is a positive finite number."""
-    if not _is_real(value) or not 0 < float(value) < math.inf:
+    if not is_real(value) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a positive finite number.")
 
 
@@ -183,13 +156,13 @@ def check_non_negative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number of at least zero, or a tensor of one, as torch takes."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return
-    if not _is_real(value) or not 0 <= float(value) < math.inf:
+    if not is_real(value) or not 0 <= float(value) < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
 
 
 def check_count(name: str, value: Any) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
-    if not _is_real(value) or value != value // 1 or value < 1:
+    if not is_real(value) or value != value // 1 or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
 
 
@@ -201,17 +174,18 @@ def check_scaler(value: Any) -> None:
 
 def check_fraction(name: str, value: Any) -> None:
     """Raise unless ``value`` is a number in [0, 1]."""
-    if not _is_real(value) or not 0 <= value <= 1:
+    if not is_real(value) or not 0 <= value <= 1:
         raise ValueError(f"{name}={value!r} must be a number in [0, 1].")
 
 
 def check_momentum(name: str, value: Any) -> None:
     """Raise unless ``value`` is a number in [0, 1)."""
-    if not _is_real(value) or not 0 <= value < 1:
+    if not is_real(value) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be a number in [0, 1).")
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
+    """Whether ``value`` is a number, and not a flag or NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from kronfac.layers import Layer
 from kronfac.layers.conv import ConvLayer
 from kronfac.layers.linear import LinearLayer
-from kronfac.options.config import Options, Rescale
+from kronfac.options.config import Rescale
 
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns"]
@@ -48,13 +48,4 @@ def no_matrix(layer: Layer) -> str | None:
     """Refuse layers that do not multiply by a matrix."""
     if not is_matrix(layer):
         return "unit and orthogonal steps are for matrices, and this is none"
-    return None
-
-
-def refusal(options: Options, layer: Layer) -> str | None:
-    """Say why these options leave a layer to the base optimizer, or nothing."""
-    if options.rescale in ("unit", "orthogonal"):
-        return no_matrix(layer)
-    if options.fisher == "forward" and layer.unit_wise:
-        return "fisher='forward' observes no gradients, and its inputs alone show nothing"
     return None

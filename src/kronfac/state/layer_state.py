@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kronfac.layers import Layer
-from kronfac.protocol.block import Block, bytes_of
+from kronfac.protocol.block import bytes_of
+from kronfac.protocol.method import Method
 from kronfac.rescale.rules import Rule
 from kronfac.statistics.pending import Pending, Running
 
@@ -22,18 +22,15 @@ _OUTLAST_STATISTICS = (
     "momentum",
 )
 
-BlockFactory = Callable[[Layer, bool], Block]
-
 
 class LayerState:
     """A layer, its block, and the tensors that the block works on."""
 
-    def __init__(
-        self, layer: Layer, make_block: BlockFactory, per_sample: bool, has_momentum: bool
-    ) -> None:
+    def __init__(self, layer: Layer, method: Method, has_momentum: bool) -> None:
         self.layer = layer
+        self.method = method
         self.has_momentum = has_momentum
-        self.per_sample = (per_sample and not layer.picks_columns) or layer.unit_wise
+        #: Whether rows could not be told apart by sample although the method wanted it.
         self.fell_back = False
         self.note = ""
         self.offset = 0
@@ -50,13 +47,12 @@ class LayerState:
         self.rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
-        self._make_block = make_block
         self.reset()
 
     def reset(self) -> None:
         """Start anew with the layer's present shape: no statistics, no solution."""
         self.layer.renew()
-        self.block = self._make_block(self.layer, self.per_sample)
+        self.block = self.method.block(self.layer, grouped=not self.fell_back)
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
         self.solution: dict[str, Tensor] | None = None
@@ -96,7 +92,6 @@ class LayerState:
 
     def fall_back_to_expand(self) -> None:
         """Give up per-sample rows for a layer whose rows do not group by sample."""
-        self.per_sample = False
         self.fell_back = True
         self.note = "expand: rows not grouped by sample"
         # Statistics are of another kind now; a solution still serves, and other ranks count on it.

@@ -196,7 +196,7 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     if "schedule" not in entry:
         return
     solved, last, offset, failures, in_a_row, fell_back = entry["schedule"].tolist()
-    if state.per_sample and fell_back:
+    if state.block.holds_rows and fell_back:
         state.fall_back_to_expand()
     state.offset, state.failures, state.failures_in_a_row = offset, failures, in_a_row
     device, dtype = state.layer.weight.device, state.layer.factor_dtype

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
 from kronfac.options.config import Options, Schedules
+from kronfac.protocol.method import Method
 from kronfac.rescale.factors import (
     Update,
     kl_clip_factor,
@@ -38,9 +38,9 @@ from kronfac.rescale.factors import (
     own_factors,
 )
 from kronfac.rescale.quadratic import QuadraticModel
-from kronfac.rescale.rules import reads_sequences, refusal, rule_of
+from kronfac.rescale.rules import no_matrix, reads_sequences, rule_of
 from kronfac.state import state_dict as checkpoint
-from kronfac.state.layer_state import BlockFactory, LayerState
+from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Normalizer
 from kronfac.step.batching import Batches
@@ -60,16 +60,16 @@ class Preconditioner:
     def __init__(
         self,
         model: nn.Module,
+        method: Method,
         options: Options,
         schedules: Schedules,
-        make_block: BlockFactory,
     ) -> None:
         check_lever(schedules.get("damping"), options.rescale)
         check_stagger(options.stagger, schedules.get("refresh_every"))
         self.model = model
+        self.method = method
         self.options = options
         self.schedules = schedules
-        self.make_block = make_block
         self.clock = Clock(schedules, options.early_refresh)
         self.phases = Phases()
         self.capture = Capture(options, self.phases)
@@ -96,21 +96,14 @@ class Preconditioner:
         check_plain_steps(self.options.rescale, groups)
         trained = {p for group in groups for p in group["params"]}
         options = self.options
-        selection = Selection(
-            self.model, options.include, options.exclude, partial(refusal, options)
-        )
+        selection = Selection(self.model, options.include, options.exclude, self._refusal)
         self.reasons = selection.reasons
         hosts = output_projections(self.model)
         watched: dict[nn.Module, list[LayerState]] = {}
         for layer, others in selection.layers.items():
             if layer.key in self.layers or layer.weight not in trained:
                 continue
-            state = LayerState(
-                layer,
-                self.make_block,
-                per_sample=self.options.sharing == "reduce",
-                has_momentum=self.options.momentum > 0,
-            )
+            state = LayerState(layer, self.method, has_momentum=self.options.momentum > 0)
             check_curvature(self.schedules.get("damping"), [state])
             state.note = selection.notes.get(layer.name, "")
             state.compares = self._adaptive() is not None
@@ -133,6 +126,11 @@ class Preconditioner:
                 state.offset = offset
         if self.coordinator is not None:
             self._share_out(self.coordinator, groups)
+
+    def _refusal(self, layer: Layer) -> str | None:
+        """Say why a layer is left to the base optimizer, or nothing."""
+        lengths = self.options.rescale in ("unit", "orthogonal")
+        return (no_matrix(layer) if lengths else None) or self.method.refusal(layer)
 
     def join(self, coordinator: Distributed, groups: ParamGroups, reduces_gradients: bool) -> None:
         """Share the work out over ranks from now on."""

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
-from kronfac.adaptive.interval import Interval, as_intervals
-from kronfac.layers import Layer
 from kronfac.layers.selection import Selection
-from kronfac.methods.kfac.block import KFACBlock
-from kronfac.methods.kfac.unit_wise import UnitWiseBlock
+from kronfac.methods.kfac.method import KFACMethod, Sharing, SolverOption
 from kronfac.optimizer.base import Preconditioned
-from kronfac.options.calling import explained
-from kronfac.options.config import (
-    Fisher,
-    Missing,
-    Number,
-    Options,
-    Pattern,
-    Rescale,
-    Schedules,
-    Sharing,
-    SolverOption,
-    as_patterns,
-    check_non_negative,
-    resolve_rescale,
-)
-from kronfac.placement.scheme import Distribute, Hybrid, as_distribute
-from kronfac.protocol.block import Block
+from kronfac.optimizer.calling import explained
+from kronfac.optimizer.common import Common
+from kronfac.options.config import Pattern, as_patterns, check_non_negative
 from kronfac.rescale.rules import no_matrix
 from kronfac.step.validation import check_module
 
@@ -93,79 +74,26 @@ class KFAC(Preconditioned):
     and may be set as attributes later; so may ``momentum``, if it was not 0.
     """
 
-    @explained
+    @explained(Common, KFACMethod.defaults)
     def __init__(
         self,
         model: nn.Module,
         base_optimizer: Optimizer,
         *,
-        damping: Number | LevenbergMarquardt = 1e-4,
-        factor_every: Interval = 10,
-        refresh_every: Interval = 100,
-        decay: Number = 0.5,
-        fisher: Fisher = "empirical",
         sharing: Sharing = "expand",
         solver: SolverOption = "auto",
         power: float = 1.0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        rescale: Rescale | None = "auto",
-        kl_clip: float = 1e-3,
-        early_refresh: bool = True,
-        stagger: bool = False,
         max_dim: int = 8192,
-        loss_average: Literal["batch", "token"] | float | None = "batch",
-        include: Pattern | Sequence[Pattern] | None = None,
-        exclude: Pattern | Sequence[Pattern] | None = None,
-        on_missing: Missing = "warn",
-        grad_scaler: torch.amp.GradScaler | None = None,
-        max_grad_norm: float | None = None,
-        distribute: str | Hybrid | Distribute = "auto",
-        process_group: Any = None,
+        **common: Unpack[Common],
     ) -> None:
-        options = Options(
-            fisher=fisher,
+        method = KFACMethod(
             sharing=sharing,
             solver=solver,
-            momentum=momentum,
-            nesterov=nesterov,
-            rescale=resolve_rescale(rescale, isinstance(damping, LevenbergMarquardt)),
-            kl_clip=kl_clip,
-            early_refresh=early_refresh,
-            stagger=stagger,
-            max_dim=max_dim,
-            loss_average=loss_average,
-            include=as_patterns(include, "include"),
-            exclude=as_patterns(exclude, "exclude"),
-            on_missing=on_missing,
-            max_grad_norm=max_grad_norm,
             power=power,
+            max_dim=max_dim,
+            output_factor=common.get("fisher") != "forward",
         )
-        intervals = as_intervals(factor_every, refresh_every)
-        schedules = Schedules(as_schedule(damping), *intervals, decay, momentum)
-        settings = as_distribute(distribute)
-        super().__init__(model, base_optimizer, options, schedules, settings, process_group)
-        self.grad_scaler = grad_scaler
-
-    def _make_block(self, layer: Layer, per_sample: bool) -> Block:
-        options = self._preconditioner.options
-        if layer.unit_wise:
-            return UnitWiseBlock(
-                layer.matrix_shape,
-                layer.factor_dtype,
-                per_sample=per_sample,
-                power=options.power,
-            )
-        return KFACBlock(
-            layer.matrix_shape,
-            layer.factor_dtype,
-            solver=options.solver if options.power == 1 else "eigen",
-            power=options.power,
-            max_dim=options.max_dim,
-            output_factor=options.fisher != "forward",
-            per_sample=per_sample,
-            picks_columns=layer.picks_columns,
-        )
+        super().__init__(model, base_optimizer, method, **common)
 
 
 def param_groups(

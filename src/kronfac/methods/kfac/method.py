@@ -1,0 +1,72 @@
+"""K-FAC as a method: its options, and the block of each kind of layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kronfac.layers import Layer
+from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.unit_wise import UnitWiseBlock
+from kronfac.options.config import Options, check_choice, check_count, is_real
+from kronfac.protocol.block import Block
+from kronfac.protocol.method import Method
+
+Sharing = Literal["expand", "reduce"]
+SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACMethod(Method):
+    """Options of :class:`kronfac.KFAC`; ``output_factor`` is false if ``G = I``."""
+
+    sharing: Sharing = "expand"
+    solver: SolverOption = "auto"
+    power: float = 1.0
+    max_dim: int = 8192
+    output_factor: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("sharing", self.sharing, ("expand", "reduce"))
+        check_choice("solver", self.solver, ("auto", "eigen", "cholesky", "newton-schulz"))
+        check_count("max_dim", self.max_dim)
+        if not is_real(self.power) or not 0 < self.power <= 1:
+            raise ValueError(
+                f"power={self.power!r} must be a number in (0, 1]: 1 or 0.5, for example."
+            )
+        if self.power != 1 and self.solver not in ("auto", "eigen"):
+            raise ValueError(
+                f"power={self.power!r} needs eigenvalues, which solver={self.solver!r} does not find; "
+                "choose solver='eigen'."
+            )
+
+    def check(self, options: Options) -> None:
+        """See :meth:`Method.check`."""
+        if self.power != 1 and options.rescale == "quadratic":
+            raise ValueError(
+                f"power={self.power!r} does not minimise the quadratic model that "
+                "rescale='quadratic' builds; choose another rescale, or power=1."
+            )
+
+    def refusal(self, layer: Layer) -> str | None:
+        """See :meth:`Method.refusal`."""
+        if not self.output_factor and layer.unit_wise:
+            return "fisher='forward' observes no gradients, and its inputs alone show nothing"
+        return None
+
+    def block(self, layer: Layer, grouped: bool = True) -> Block:
+        """See :meth:`Method.block`."""
+        if layer.unit_wise:
+            return UnitWiseBlock(
+                layer.matrix_shape, layer.factor_dtype, per_sample=grouped, power=self.power
+            )
+        return KFACBlock(
+            layer.matrix_shape,
+            layer.factor_dtype,
+            solver=self.solver if self.power == 1 else "eigen",
+            power=self.power,
+            max_dim=self.max_dim,
+            output_factor=self.output_factor,
+            per_sample=grouped and self.sharing == "reduce" and not layer.picks_columns,
+            picks_columns=layer.picks_columns,
+        )

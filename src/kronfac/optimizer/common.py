@@ -1,0 +1,56 @@
+"""The keywords that every method shares, typed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from kronfac.adaptive.damping import LevenbergMarquardt
+from kronfac.adaptive.interval import Interval
+from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale
+from kronfac.placement.scheme import Distribute, Hybrid
+
+
+class Common(TypedDict, total=False):
+    """See :class:`kronfac.KFAC` for what they mean."""
+
+    damping: Number | LevenbergMarquardt
+    factor_every: Interval
+    refresh_every: Interval
+    decay: Number
+    fisher: Fisher
+    momentum: float
+    nesterov: bool
+    rescale: Rescale | None
+    kl_clip: float
+    early_refresh: bool
+    stagger: bool
+    loss_average: Literal["batch", "token"] | float | None
+    include: Pattern | Sequence[Pattern] | None
+    exclude: Pattern | Sequence[Pattern] | None
+    on_missing: Missing
+    grad_scaler: torch.amp.GradScaler | None
+    max_grad_norm: float | None
+    distribute: str | Hybrid | Distribute
+    process_group: Any
+
+
+#: Their values where neither a user nor a method says otherwise.
+DEFAULTS: dict[str, Any] = {
+    "fisher": "empirical",
+    "momentum": 0.0,
+    "nesterov": False,
+    "kl_clip": 1e-3,
+    "early_refresh": True,
+    "stagger": False,
+    "loss_average": "batch",
+    "include": None,
+    "exclude": None,
+    "on_missing": "warn",
+    "grad_scaler": None,
+    "max_grad_norm": None,
+    "distribute": "auto",
+    "process_group": None,
+}

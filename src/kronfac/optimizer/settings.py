@@ -1,0 +1,50 @@
+"""From the keywords of a method's optimizer to what the engine works with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
+from kronfac.adaptive.interval import as_intervals
+from kronfac.optimizer.common import DEFAULTS, Common
+from kronfac.options.config import Options, Schedules, as_patterns, resolve_rescale
+from kronfac.protocol.method import Defaults, Method
+
+
+def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
+    """Every common keyword with its value, in the order in which help shows them."""
+    values = {**asdict(defaults), **DEFAULTS}
+    unknown = [name for name in common if name not in values]
+    if unknown:
+        raise TypeError(f"there is no option {unknown[0]!r}; choose among {', '.join(values)}.")
+    return {**values, **common}
+
+
+def engine_options(method: Method, values: dict[str, Any]) -> Options:
+    """Those that do not change during training."""
+    adaptive = isinstance(values["damping"], LevenbergMarquardt)
+    options = Options(
+        fisher=values["fisher"],
+        momentum=values["momentum"],
+        nesterov=values["nesterov"],
+        rescale=resolve_rescale(values["rescale"], adaptive),
+        kl_clip=values["kl_clip"],
+        early_refresh=values["early_refresh"],
+        stagger=values["stagger"],
+        loss_average=values["loss_average"],
+        include=as_patterns(values["include"], "include"),
+        exclude=as_patterns(values["exclude"], "exclude"),
+        on_missing=values["on_missing"],
+        max_grad_norm=values["max_grad_norm"],
+    )
+    method.check(options)
+    return options
+
+
+def schedules_of(values: dict[str, Any]) -> Schedules:
+    """Those that may change."""
+    intervals = as_intervals(values["factor_every"], values["refresh_every"])
+    return Schedules(
+        as_schedule(values["damping"]), *intervals, values["decay"], values["momentum"]
+    )
