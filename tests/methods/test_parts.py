@@ -143,11 +143,11 @@ def assert_parts_are_the_refresh(block: Block) -> None:
     outlines = outlines_of(block, means)
     merged: dict[str, Tensor] = {}
     for name, part in block.parts.items():
-        solved = block.solve(name, own_means(block, name, means), outlines, GAMMA)
+        solved = block.solve(name, own_means(block, name, means), outlines, None, GAMMA)
         assert solved is not None
         assert sorted(solved) == sorted(part.solution)
         merged |= solved
-    expected = block.refresh(means, GAMMA)
+    expected = block.refresh(means, None, GAMMA)
     assert expected is not None
     assert merged.keys() == expected.keys()
     for name, value in expected.items():
@@ -176,9 +176,9 @@ def test_a_refresh_fails_with_any_part(solver: Any, side: str) -> None:
     means = make_means(block)
     means[side][0, 1] = float("nan")
     outlines = outlines_of(block, means)
-    solved = {part: block.solve(part, means, outlines, GAMMA) for part in block.parts}
+    solved = {part: block.solve(part, means, outlines, None, GAMMA) for part in block.parts}
     assert [part for part, solution in solved.items() if solution is None] == [side]
-    assert block.refresh(means, GAMMA) is None
+    assert block.refresh(means, None, GAMMA) is None
 
 
 # --- outlines --------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_shares_of_a_part_add_up_to_it(block: KFACBlock, of: int) -> None:
             with pytest.raises(NotImplementedError, match=name):
                 block.solve_share(name, own, outlines, GAMMA, 0, of)
             continue
-        expected = block.solve(name, own, outlines, GAMMA)
+        expected = block.solve(name, own, outlines, None, GAMMA)
         shares = [block.solve_share(name, own, outlines, GAMMA, index, of) for index in range(of)]
         assert expected is not None
         for key, value in expected.items():
@@ -318,7 +318,7 @@ class PlainBlock(Block):
         self.statistics = {"a": Statistic((2,), "input"), "b": Statistic((2,), "output")}
         self.solution_shapes = {"x": (2,)}
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+    def solve(self, part, means, outlines, previous, damping) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
         return {"x": means["a"] + damping * means["b"]}
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:

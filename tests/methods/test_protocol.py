@@ -6,17 +6,19 @@ the newest rows, and a gradient-only method looks at no activation at all.
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import kronfac
+from kronfac import Defaults, Method
 from kronfac.layers import Layer
 from kronfac.layers.rows import Rows
 from kronfac.optimizer.base import Preconditioned
-from kronfac.options.config import Options, Schedules
 from kronfac.protocol.block import Block, Cost, Statistic, Tensors, bytes_of
 from tests import oracles
 from tests.feature_order import in_library_order
@@ -56,34 +58,15 @@ class ToyBlock(Block):
         return Cost(0, 0, bytes_of(shapes, self.dtype), solution)
 
 
-class Toy(Preconditioned):
-    """Options of which the toys use few; every step takes statistics and refreshes."""
+@dataclass(frozen=True, kw_only=True)
+class Toy(Method):
+    """Every step takes statistics and refreshes."""
 
-    block: type[ToyBlock]
+    defaults = Defaults(damping=GAMMA, factor_every=1, refresh_every=1, decay=0.0, rescale=None)
+    made: ClassVar[type[ToyBlock]]
 
-    def __init__(
-        self, model: nn.Module, base: Any, *, decay: float = 0.0, fisher: Any = "empirical"
-    ) -> None:
-        options = Options(
-            fisher=fisher,
-            sharing="expand",
-            solver="auto",
-            momentum=0.0,
-            nesterov=False,
-            rescale=None,
-            kl_clip=1e-3,
-            early_refresh=True,
-            stagger=False,
-            max_dim=8192,
-            loss_average="batch",
-            include=(),
-            exclude=(),
-            on_missing="raise",
-        )
-        super().__init__(model, base, options, Schedules(GAMMA, 1, 1, decay))
-
-    def _make_block(self, layer: Layer, per_sample: bool) -> ToyBlock:
-        return self.block(layer)
+    def block(self, layer: Layer, grouped: bool = True) -> ToyBlock:
+        return self.made(layer)
 
 
 class RankOneBlock(ToyBlock):
@@ -97,13 +80,15 @@ class RankOneBlock(ToyBlock):
         self.statistics = {"a": Statistic(a, "input"), "b": Statistic(b, "output", degree=1)}
         self.solution_shapes = {"a": a, "b": b}
 
-    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+    def observe_input(self, inputs: Rows, solution: Any = None) -> dict[str, Tensor]:
         return {"a": inputs.total()}
 
-    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, solution: Any = None) -> dict[str, Tensor]:
         return {"b": outputs.total()}
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+    def solve(
+        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
+    ) -> dict[str, Tensor]:
         return dict(means)
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
@@ -120,7 +105,7 @@ class SampleSpaceBlock(ToyBlock):
     """
 
     label = "sample space"
-    holds_rows = True
+    keeps = "summed"
 
     def __init__(self, layer: Layer) -> None:
         super().__init__(layer)
@@ -135,10 +120,12 @@ class SampleSpaceBlock(ToyBlock):
             "inverse": (*self.batch, None, None),
         }
 
-    def observe_pair(self, inputs: Rows, outputs: Rows) -> dict[str, Tensor]:
+    def observe_pair(self, inputs: Rows, outputs: Rows, solution: Any = None) -> dict[str, Tensor]:
         return {"a": inputs.summed(), "g": outputs.summed()}
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+    def solve(
+        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
+    ) -> dict[str, Tensor]:
         a, g = means["a"], means["g"]
         samples = a.shape[-2]
         kernel = (a @ a.mT) * (g @ g.mT) / samples
@@ -167,10 +154,12 @@ class GradientBlock(ToyBlock):
         }
         self.solution_shapes = {"left": left, "right": right}
 
-    def observe_gradient(self, gradient: Tensor) -> dict[str, Tensor]:
+    def observe_gradient(self, gradient: Tensor, solution: Any = None) -> dict[str, Tensor]:
         return {"L": gradient @ gradient.mT, "R": gradient.mT @ gradient}
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor]:
+    def solve(
+        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
+    ) -> dict[str, Tensor]:
         return {
             "left": inverse_fourth_root(means["L"], damping),
             "right": inverse_fourth_root(means["R"], damping),
@@ -185,16 +174,28 @@ def inverse_fourth_root(matrix: Tensor, damping: float) -> Tensor:
     return vectors @ ((values + damping) ** -0.25)[..., None].mul(vectors.mT)
 
 
-class RankOne(Toy):
-    block = RankOneBlock
+@dataclass(frozen=True, kw_only=True)
+class RankOneMethod(Toy):
+    made = RankOneBlock
 
 
-class SampleSpace(Toy):
-    block = SampleSpaceBlock
+RankOne = kronfac.register_method(RankOneMethod)
 
 
-class GradientOnly(Toy):
-    block = GradientBlock
+@dataclass(frozen=True, kw_only=True)
+class SampleSpaceMethod(Toy):
+    made = SampleSpaceBlock
+
+
+SampleSpace = kronfac.register_method(SampleSpaceMethod)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOnlyMethod(Toy):
+    made = GradientBlock
+
+
+GradientOnly = kronfac.register_method(GradientOnlyMethod)
 
 
 # --- what they are run on --------------------------------------------------------------------
@@ -237,7 +238,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [in_library_order(layer, oracles.matrix_gradient(layer)) for layer in layers]
 
 
-def step_gradients(optimizer: Toy, x: Tensor, parts: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+def step_gradients(
+    optimizer: Preconditioned, x: Tensor, parts: int = 1
+) -> tuple[list[Tensor], list[Tensor]]:
     """Gradient matrices before and after preconditioning; SGD with lr = 0 changes no weight."""
     backward(optimizer.model, x, parts)
     before = gradients(optimizer.model)
@@ -392,7 +395,7 @@ def test_gradient_only_observes_no_call() -> None:
 
 # --- what every method gets from the machinery -----------------------------------------------
 
-TOYS: dict[str, Callable[..., Toy]] = {
+TOYS: dict[str, Callable[..., Preconditioned]] = {
     "rank-one": RankOne,
     "sample-space": SampleSpace,
     "gradient-only": GradientOnly,
@@ -400,7 +403,7 @@ TOYS: dict[str, Callable[..., Toy]] = {
 every_toy = pytest.mark.parametrize("toy", TOYS.values(), ids=TOYS.keys())
 
 
-def train(optimizer: Toy, batches: list[Tensor]) -> None:
+def train(optimizer: Preconditioned, batches: list[Tensor]) -> None:
     for batch in batches:
         backward(optimizer.model, batch)
         optimizer.step()
@@ -411,7 +414,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 @every_toy
-def test_resume_is_bit_for_bit(toy: Callable[..., Toy]) -> None:
+def test_resume_is_bit_for_bit(toy: Callable[..., Preconditioned]) -> None:
     model, x = make_model("linear")
     batches = [x, x + 1, 2 * x, x - 1]
     optimizer = toy(model, SGD(model.parameters(), lr=0.1, momentum=0.9), decay=0.5)
@@ -427,7 +430,7 @@ def test_resume_is_bit_for_bit(toy: Callable[..., Toy]) -> None:
 
 
 @every_toy
-def test_a_solution_stays_until_the_next_refresh(toy: Callable[..., Toy]) -> None:
+def test_a_solution_stays_until_the_next_refresh(toy: Callable[..., Preconditioned]) -> None:
     model, x = make_model("linear")
     optimizer = toy(model, SGD(model.parameters(), lr=0.0))
     optimizer.refresh_every = 2
@@ -442,14 +445,14 @@ def test_a_solution_stays_until_the_next_refresh(toy: Callable[..., Toy]) -> Non
 
 
 @every_toy
-def test_summary_names_the_method(toy: Callable[..., Toy]) -> None:
+def test_summary_names_the_method(toy: Callable[..., Preconditioned]) -> None:
     model, _ = make_model("linear")
     optimizer = toy(model, SGD(model.parameters(), lr=0.1))
-    assert optimizer.block.label in optimizer.summary()
+    assert optimizer.method.made.label in optimizer.summary()
 
 
 @every_toy
-def test_a_copy_continues_by_itself(toy: Callable[..., Toy]) -> None:
+def test_a_copy_continues_by_itself(toy: Callable[..., Preconditioned]) -> None:
     model, x = make_model("linear")
     optimizer = toy(model, SGD(model.parameters(), lr=0.1), decay=0.5)
     train(optimizer, [x])

@@ -113,7 +113,7 @@ def _contribute(state: LayerState, flat: Tensor) -> None:
     shares = [one.share for one in pending.summed.values()] or [1.0]
     rows = flat[:-1].reshape(len(shares), *batch, 1, -1, width)
     for each, share in zip(rows, shares, strict=True):
-        for name, value in state.block.observe_output(DenseRows(each)).items():
+        for name, value in state.block.observe_output(DenseRows(each), state.solution).items():
             before = pending.shared_sums.get(name)
             value = value * share
             pending.shared_sums[name] = value if before is None else before + value

@@ -208,7 +208,7 @@ class Capture:
             newest = self.edges[-1].forward_pass
             self.edges = [edge for edge in self.edges if edge.forward_pass is newest]
         for state in self.states:
-            state.pending.release_inputs()
+            state.pending.release_inputs(state.solution)
 
     def clear(self) -> None:
         """Forget everything that is pending."""
@@ -378,10 +378,10 @@ class Capture:
             if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
                 state.fall_back_to_expand()
             if state.block.holds_rows:
-                state.pending.hold_input(rows.summed(), rows.positions, forward_pass)
+                state.pending.hold_input(rows, forward_pass)
             else:
                 times = forward_pass.samples if broadcast else 1  # one row for each sample
-                found = state.block.observe_input(rows)
+                found = state.block.observe_input(rows, state.solution)
                 state.pending.add_input(
                     found if times == 1 else {n: x.mul_(times) for n, x in found.items()},
                     rows.count * times,
@@ -458,9 +458,11 @@ class Capture:
             elif not grouped and state.block.holds_rows:
                 state.fall_back_to_expand()
             if state.block.holds_rows and grouped:
-                state.pending.hold_output(rows.summed(), forward_pass, draw, share)
+                state.pending.hold_output(rows, forward_pass, draw, share)
             else:
-                state.pending.add_output(state.block.observe_output(rows), forward_pass, share)
+                state.pending.add_output(
+                    state.block.observe_output(rows, state.solution), forward_pass, share
+                )
         if self.listener is not None:
             self.listener(state, "output")
 

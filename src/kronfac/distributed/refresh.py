@@ -138,7 +138,8 @@ class Solving:
         means = self._ready(state, part)
         if means is None:
             return None
-        return state.block.solve(part, means, self.outlines[state], self.damping)
+        outlines, previous = self.outlines[state], state.solution
+        return state.block.solve(part, means, outlines, previous, self.damping)
 
     def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
         """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""

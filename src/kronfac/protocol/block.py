@@ -6,7 +6,7 @@ Four kinds of statistics cover the family:
 
 - matrices (K-FAC and its relatives): ``combine="sum"``, ``symmetric=True``;
 - vectors (rank-one methods): ``combine="sum"``, ``degree=1`` for a mean of output gradients;
-- gathered per-sample rows: ``combine="gather"`` with ``holds_rows`` set;
+- gathered per-sample rows: ``combine="gather"`` with ``keeps = "summed"`` or ``"dense"``;
 - gradient only: ``source="gradient"``, seen by :meth:`Block.observe_gradient`.
 """
 
@@ -98,32 +98,53 @@ class Block(ABC):
     solution_shapes: Mapping[str, Shape]
     #: Those of them of which a triangle says all.
     symmetric_solutions: frozenset[str] = frozenset()
-    #: Whether rows are kept per sample, summed over all uses in a pass, until the step. Otherwise
-    #: each call is observed when it happens and nothing is kept.
-    holds_rows: bool = False
+    #: What of each call is kept until the step: ``"none"``, since it is observed when it happens; each
+    #: sample's rows ``"summed"`` over positions and all uses in a pass; or all of its rows, ``"dense"``.
+    keeps: Literal["none", "summed", "dense"] = "none"
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.
     undamped: bool = False
 
-    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+    @property
+    def holds_rows(self) -> bool:
+        """Whether rows are kept until the step, so that both sides of a sample meet."""
+        return self.keeps != "none"
+
+    # Observing: ``solution`` is the one in use at the time, ``None`` before the first.
+
+    def observe_input(self, inputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """Contributions of a call's input side."""
         return {}
 
-    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """Contributions of a call's output side."""
         return {}
 
-    def observe_pair(self, inputs: Rows, outputs: Rows) -> dict[str, Tensor]:
-        """Contributions that need both sides of the same samples (with ``holds_rows`` only)."""
+    def observe_pair(
+        self, inputs: Rows, outputs: Rows, solution: Tensors | None = None
+    ) -> dict[str, Tensor]:
+        """Contributions that need both sides of the same samples (only if rows are kept)."""
         return {}
 
-    def observe_gradient(self, gradient: Tensor) -> dict[str, Tensor]:
+    def observe_gradient(
+        self, gradient: Tensor, solution: Tensors | None = None
+    ) -> dict[str, Tensor]:
         """Contributions of the gradient matrix itself."""
         return {}
 
-    @abstractmethod
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
-        """Solve for the current averages. ``None`` means that no solution could be found."""
+    def refresh(
+        self, means: Tensors, previous: Tensors | None, damping: float
+    ) -> dict[str, Tensor] | None:
+        """Solve all parts for the current averages. ``None`` means that there is no solution."""
+        outlined = {name: self.outline(name, mean) for name, mean in means.items()}
+        outlines = {name: outline for name, outline in outlined.items() if outline is not None}
+        solution: dict[str, Tensor] = {}
+        for part in self.parts:
+            solved = self.solve(part, means, outlines, previous, damping)
+            if solved is None:
+                return None
+            solution |= solved
+        return solution
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -140,17 +161,29 @@ class Block(ABC):
         """What other parts need to know of a statistic: a small tensor, linear in it, if any."""
         return None
 
+    @abstractmethod
     def solve(
-        self, part: str, means: Tensors, outlines: Tensors, damping: float
+        self,
+        part: str,
+        means: Tensors,
+        outlines: Tensors,
+        previous: Tensors | None,
+        damping: float,
     ) -> dict[str, Tensor] | None:
         """Solve one part from the means of its own statistics and the outlines of all means.
 
+        ``previous`` is the solution in use, if there is one: where to start from, or what to update.
         ``None`` means that no solution could be found.
         """
-        return self.refresh(means, damping)
 
     def solve_share(
-        self, part: str, means: Tensors, outlines: Tensors, damping: float, index: int, of: int
+        self,
+        part: str,
+        means: Tensors,
+        outlines: Tensors,
+        damping: float,
+        index: int,
+        of: int,
     ) -> dict[str, Tensor] | None:
         """Summand ``index`` of ``of`` whose sum is what :meth:`solve` finds, up to rounding.
 
@@ -174,11 +207,15 @@ class Block(ABC):
         """Columns ``[d_in]`` of which nothing is known and whose gradient passes as it is, if any."""
         return None
 
-    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
-        """``vᵀFv`` of the undamped curvature for a step ``v: [*b, d_out, d_in]``, a scalar."""
+    def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """The undamped curvature times a matrix ``[*b, d_out, d_in]``."""
         raise NotImplementedError(
             f"{self.label!r} keeps no curvature without damping; use a method and solver that does."
         )
+
+    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
+        """``vᵀFv`` of the undamped curvature for a step ``v: [*b, d_out, d_in]``, a scalar."""
+        return (step * self.multiply(solution, step)).sum()
 
     @property
     @abstractmethod

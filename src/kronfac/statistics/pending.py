@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kronfac.layers.rows import DenseRows
-from kronfac.protocol.block import Block, Statistic
+from kronfac.layers.rows import DenseRows, Rows
+from kronfac.protocol.block import Block, Statistic, Tensors
 
 
 class Pass:
@@ -233,18 +233,31 @@ class Pending:
         self.gradients = finite.to(count_dtype(finite.device))
         self._accumulate(contributions)
 
-    def hold_input(self, rows: Tensor, positions: int, forward_pass: Pass) -> None:
-        """Keep rows summed over positions, ``[*b, N, d]``; further uses in a pass add to them."""
+    def hold_input(self, rows: Rows, forward_pass: Pass) -> None:
+        """Keep rows until the step: summed over positions, of all uses in a pass, or side by side."""
         before = self.held_inputs.get(forward_pass)
+        if self.block.keeps == "dense":
+            kept = rows.dense()
+            kept = kept if before is None else torch.cat([before[0], kept], dim=-2)
+            self.held_inputs[forward_pass] = (kept, 1)
+            return
+        kept, positions = rows.summed(), rows.positions
         if before is not None:
-            rows, positions = before[0] + rows, before[1] + positions
-        self.held_inputs[forward_pass] = (rows, positions)
+            kept, positions = before[0] + kept, before[1] + positions
+        self.held_inputs[forward_pass] = (kept, positions)
 
-    def hold_output(self, rows: Tensor, forward_pass: Pass, draw: int, share: float) -> None:
-        """Keep output rows summed over positions; uses and backward passes of one draw add up."""
+    def hold_output(self, rows: Rows, forward_pass: Pass, draw: int, share: float) -> None:
+        """The same for output rows; several backward passes of one draw add up."""
         key = (forward_pass, draw)
         before = self.held_outputs.get(key)
-        self.held_outputs[key] = (rows if before is None else before[0] + rows, share)
+        kept = rows.dense() if self.block.keeps == "dense" else rows.summed()
+        if before is not None and self.block.keeps == "dense":
+            inputs = self.held_inputs.get(forward_pass)
+            if inputs is not None and before[0].shape[-2] < inputs[0].shape[-2]:
+                # The uses of a pass come back in the opposite order.
+                self.held_outputs[key] = (torch.cat([kept, before[0]], dim=-2), share)
+                return
+        self.held_outputs[key] = (kept if before is None else before[0] + kept, share)
 
     def hold_summed(self, rows: Tensor, forward_pass: Pass, draw: int, share: float) -> bool:
         """Add rows ``[*b, 1, S, d]`` to those of other calls; false if these are of another size."""
@@ -258,27 +271,30 @@ class Pending:
         before.passes[forward_pass] = None
         return True
 
-    def release_inputs(self) -> None:
+    def release_inputs(self, solution: Tensors | None) -> None:
         """Turn held input rows of all passes but the newest into contributions."""
         for forward_pass in list(self.held_inputs)[:-1]:
             rows = self._input_rows(forward_pass)
-            self.add_input(self.block.observe_input(rows), rows.count)
+            self.add_input(self.block.observe_input(rows, solution), rows.count)
             del self.held_inputs[forward_pass]
 
     def _input_rows(self, forward_pass: Pass) -> DenseRows:
         rows, positions = self.held_inputs[forward_pass]
-        return DenseRows((rows / positions).unsqueeze(-2))
+        return self._held(rows if positions == 1 else rows / positions)
 
-    def settle(self) -> None:
+    def _held(self, rows: Tensor) -> DenseRows:
+        return DenseRows(rows if self.block.keeps == "dense" else rows.unsqueeze(-2))
+
+    def settle(self, solution: Tensors | None) -> None:
         """Turn held rows into contributions."""
         inputs = {forward_pass: self._input_rows(forward_pass) for forward_pass in self.held_inputs}
         for rows in inputs.values():
-            self.add_input(self.block.observe_input(rows), rows.count)
+            self.add_input(self.block.observe_input(rows, solution), rows.count)
         for (forward_pass, _), (held, share) in self.held_outputs.items():
-            outputs = DenseRows(held.unsqueeze(-2))
-            found = self.block.observe_output(outputs)
+            outputs = self._held(held)
+            found = self.block.observe_output(outputs, solution)
             if forward_pass in inputs:
-                found |= self.block.observe_pair(inputs[forward_pass], outputs)
+                found |= self.block.observe_pair(inputs[forward_pass], outputs, solution)
             self.add_output(found, forward_pass, share)
         self.held_inputs.clear()
         self.held_outputs.clear()

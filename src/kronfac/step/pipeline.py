@@ -319,10 +319,11 @@ class Preconditioner:
 
     def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
         pending = state.pending
-        pending.settle()
+        pending.settle(state.solution)
         owned = self.ownership is None or not self.ownership.active or state.is_worker
         if state.has_gradient and owned:
-            pending.add_gradient(state.block.observe_gradient(state.layer.gradient()))
+            gradient = state.layer.gradient()
+            pending.add_gradient(state.block.observe_gradient(gradient, state.solution))
         for name, running in state.running.items():
             running.decay(decay)
             found = pending.contribution(name, normalizer, in_place=True)
@@ -380,7 +381,7 @@ class Preconditioner:
         means = {name: running.mean() for name, running in state.running.items()}
         ready = {name: mean for name, mean in means.items() if mean is not None}
         if len(ready) == len(means):
-            self._take(state, state.block.refresh(ready, damping))
+            self._take(state, state.block.refresh(ready, state.solution, damping))
 
     def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
         """Use a new solution from now on; without one, the last good one stays."""

@@ -60,7 +60,7 @@ class KFACBlock(Block):
         self.shape = shape
         self.dtype = dtype
         self.power = power
-        self.holds_rows = per_sample
+        self.keeps = "summed" if per_sample else "none"
         self.picks_columns = picks_columns
         dense_input = d_in <= max_dim and not picks_columns
         self.forms: dict[str, Form] = {"A": "dense" if dense_input else "diagonal"}
@@ -100,11 +100,11 @@ class KFACBlock(Block):
 
     # --- observing ------------------------------------------------------------------------------
 
-    def observe_input(self, inputs: Rows) -> dict[str, Tensor]:
+    def observe_input(self, inputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
         return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
 
-    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`."""
         if self.forms["G"] == "identity":
             return {}
@@ -140,20 +140,13 @@ class KFACBlock(Block):
         dense = self.forms[name] == "dense"
         return (value.diagonal(dim1=-2, dim2=-1) if dense else value).mean(-1)
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
-        """See :meth:`Block.refresh`."""
-        outlined = {side: self.outline(side, mean) for side, mean in means.items()}
-        outlines = {side: outline for side, outline in outlined.items() if outline is not None}
-        solution: dict[str, Tensor] = {}
-        for side in self.statistics:
-            solved = self.solve(side, means, outlines, damping)
-            if solved is None:
-                return None
-            solution |= solved
-        return solution
-
     def solve(
-        self, part: str, means: Tensors, outlines: Tensors, damping: float
+        self,
+        part: str,
+        means: Tensors,
+        outlines: Tensors,
+        previous: Tensors | None,
+        damping: float,
     ) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve`."""
         if self.solver == "eigen":
@@ -259,8 +252,17 @@ class KFACBlock(Block):
         turned = turned if rotate_in is None else turned @ rotate_in.mT
         return turned if rotate_out is None else rotate_out @ turned
 
+    def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """See :meth:`Block.multiply`."""
+        if self.solver != "eigen":
+            return super().multiply(solution, matrix)
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = self._turn(solution, matrix) * self._eigenvalues(solution)
+        turned = turned if rotate_in is None else turned @ rotate_in.mT
+        return turned if rotate_out is None else rotate_out @ turned
+
     def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
-        """See :meth:`Block.quadratic`."""
+        """See :meth:`Block.quadratic`; half the products of :meth:`multiply`."""
         if self.solver != "eigen":
             return super().quadratic(solution, step)
         return (self._turn(solution, step).square() * self._eigenvalues(solution)).sum()

@@ -35,19 +35,26 @@ class UnitWiseBlock(Block):
         self.power = power
         self.shape = shape
         self.dtype = dtype
-        self.holds_rows = per_sample
+        self.keeps = "summed" if per_sample else "none"
         matrix = (channels, size, size)
         self.statistics = {"F": Statistic(matrix, source="output", degree=2, symmetric=True)}
         self.solution_shapes = {"F.values": (channels, size)}
         if size == 2:
             self.solution_shapes["F.vectors"] = matrix
 
-    def observe_output(self, outputs: Rows) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`; rows are ``[C, N, 1, k]``."""
         return {"F": outputs.covariance()}
 
-    def refresh(self, means: Tensors, damping: float) -> dict[str, Tensor] | None:
-        """See :meth:`Block.refresh`."""
+    def solve(
+        self,
+        part: str,
+        means: Tensors,
+        outlines: Tensors,
+        previous: Tensors | None,
+        damping: float,
+    ) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve`."""
         mean = means["F"]
         if mean.shape[-1] == 1:
             return {"F.values": mean[..., 0].clone()}
@@ -69,11 +76,13 @@ class UnitWiseBlock(Block):
         """See :attr:`Block.signature`."""
         return UnitWiseBlock, self.shape, self.dtype, self.power
 
-    def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
-        """See :meth:`Block.quadratic`."""
+    def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """See :meth:`Block.multiply`."""
         values, vectors = solution["F.values"], solution.get("F.vectors")
-        turned = step[..., 0, :] if vectors is None else (step.mT * vectors).sum(-2)
-        return (turned.square() * values).sum()
+        if vectors is None:
+            return matrix * values[..., None]
+        turned = (matrix.mT * vectors).sum(-2) * values
+        return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
 
     @property
     def cost(self) -> Cost:
