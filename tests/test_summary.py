@@ -274,7 +274,7 @@ def held_bytes(optimizer: kronfac.KFAC) -> int:
     total = 0
     for state in layers(optimizer).values():
         kept = [running.sum for running in state.running.values()]
-        kept += [*state.solution.values(), state.momentum]
+        kept += [*state.solution.values(), *state.buffers.values()]
         total += sum(tensor.nbytes for tensor in kept if tensor is not None)
     return total
 

@@ -150,7 +150,7 @@ def measured(rank: int, scheme: Any, wrapped: bool, options: dict[str, Any]) -> 
     ours = optimizer._preconditioner
     for state in ours.layers.values():
         kept = [running.sum for running in state.running.values()]
-        kept += [*(state.solution or {}).values(), state.momentum]
+        kept += [*(state.solution or {}).values(), *state.buffers.values()]
         held += sum(tensor.nbytes for tensor in kept if tensor is not None)
     assert ours.coordinator is not None
     assert ours.ownership is not None

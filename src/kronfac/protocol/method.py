@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from kronfac.layers import Layer
 from kronfac.options.config import Options
 from kronfac.protocol.block import Block
+from kronfac.protocol.transform import Transform
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Method(ABC):
     @abstractmethod
     def block(self, layer: Layer, grouped: bool = True) -> Block:
         """The curvature of a layer; ``grouped`` says that its rows can be told apart by sample."""
+
+    def transforms(self) -> tuple[Transform, ...]:
+        """Rules of its own that change gradients before they are preconditioned, in this order."""
+        return ()
 
     def described(self) -> dict[str, Any]:
         """Its options by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from kronfac.layers import Layer
 from kronfac.protocol.block import bytes_of
 from kronfac.protocol.method import Method
+from kronfac.protocol.transform import Transform
 from kronfac.rescale.rules import Rule
 from kronfac.statistics.pending import Pending, Running
 
@@ -19,17 +20,17 @@ _OUTLAST_STATISTICS = (
     "last_refresh",
     "failures",
     "failures_in_a_row",
-    "momentum",
+    "buffers",
 )
 
 
 class LayerState:
     """A layer, its block, and the tensors that the block works on."""
 
-    def __init__(self, layer: Layer, method: Method, has_momentum: bool) -> None:
+    def __init__(self, layer: Layer, method: Method, transforms: Sequence[Transform] = ()) -> None:
         self.layer = layer
         self.method = method
-        self.has_momentum = has_momentum
+        self.transforms = transforms
         #: Whether rows could not be told apart by sample although the method wanted it.
         self.fell_back = False
         self.note = ""
@@ -61,7 +62,8 @@ class LayerState:
         self.has_new_statistics = False
         self.failures = 0
         self.failures_in_a_row = 0
-        self.momentum: Tensor | None = None
+        #: What the rules that change gradients keep, by name.
+        self.buffers: dict[str, Tensor] = {}
         self.forget_history()
 
     def forget_history(self) -> None:
@@ -74,6 +76,14 @@ class LayerState:
     def name(self) -> str:
         """Full name of the layer's module."""
         return self.layer.name
+
+    @property
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of :attr:`buffers` once they exist."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for transform in self.transforms:
+            shapes |= transform.buffer_shapes(self.layer)
+        return shapes
 
     @property
     def has_gradient(self) -> bool:
@@ -108,11 +118,11 @@ class LayerState:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the statistics, solution and momentum that this rank keeps, once they exist."""
+        """Bytes of the statistics, solution and buffers that this rank keeps, once they exist."""
         if not self.is_worker:
             return self.kept_bytes
-        momentum = math.prod(self.layer.matrix_shape) * self.layer.factor_dtype.itemsize
-        return self.kept_bytes + self.block.cost.solution_bytes + momentum * self.has_momentum
+        buffers = bytes_of(self.buffer_shapes.values(), self.layer.factor_dtype)
+        return self.kept_bytes + self.block.cost.solution_bytes + buffers
 
     def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
@@ -131,5 +141,6 @@ class LayerState:
             }
         if self.pending.dropped is None:
             self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
-        if self.has_momentum and self.momentum is None and self.is_worker:
-            self.momentum = torch.zeros(self.layer.matrix_shape, dtype=dtype, device=device)
+        for name, shape in self.buffer_shapes.items() if self.is_worker else ():
+            if name not in self.buffers:
+                self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)

@@ -135,8 +135,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
         entry["compared"] = torch.tensor(state.compared, dtype=torch.int64, device="cpu")
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
-    if state.momentum is not None:
-        entry["momentum"] = state.momentum
+    entry |= state.buffers
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
@@ -159,7 +158,7 @@ def _own_part(state: LayerState, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Raise if what was saved of a layer does not fit the layer as it is now."""
     entry = _own_part(state, entry)
-    expected: dict[str, Shape] = {"momentum": state.layer.matrix_shape, "dropped": ()}
+    expected: dict[str, Shape] = {"dropped": (), **state.buffer_shapes}
     for name, running in state.running.items():
         whole = running.statistic.sum_shape
         expected |= {f"{name}.sum": whole, f"{name}.count": (), f"{name}.rows": (2,)}
@@ -216,8 +215,9 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if f"{name}.last" in entry and state.keeps(name) and state.compares:
             state.history[name] = (read(f"{name}.last", dtype), read(f"{name}.before", dtype))
     _load_compared(state, entry)
-    if "momentum" in entry and state.is_worker:
-        state.momentum = read("momentum", dtype)
+    for name in state.buffer_shapes:
+        if name in entry and state.is_worker:
+            state.buffers[name] = read(name, dtype)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.block.solution_shapes

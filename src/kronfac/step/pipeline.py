@@ -46,6 +46,7 @@ from kronfac.statistics.pending import Normalizer
 from kronfac.step.batching import Batches
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.schedule import Clock, spread_offsets
+from kronfac.step.transforms import Momentum
 from kronfac.step.validation import check_curvature, check_lever, check_plain_steps, check_stagger
 
 #: Refreshes of one layer that may fail in a row before training stops.
@@ -71,6 +72,11 @@ class Preconditioner:
         self.options = options
         self.schedules = schedules
         self.clock = Clock(schedules, options.early_refresh)
+        #: What happens to gradients before they are preconditioned, in this order.
+        self.transforms = (
+            *((Momentum(schedules, options.nesterov),) if options.momentum else ()),
+            *method.transforms(),
+        )
         self.phases = Phases()
         self.capture = Capture(options, self.phases)
         self.observer = Observer(self.capture, options.fisher)
@@ -103,7 +109,7 @@ class Preconditioner:
         for layer, others in selection.layers.items():
             if layer.key in self.layers or layer.weight not in trained:
                 continue
-            state = LayerState(layer, self.method, has_momentum=self.options.momentum > 0)
+            state = LayerState(layer, self.method, self.transforms)
             check_curvature(self.schedules.get("damping"), [state])
             state.note = selection.notes.get(layer.name, "")
             state.compares = self._adaptive() is not None
@@ -421,7 +427,7 @@ class Preconditioner:
             if not state.is_worker:
                 continue
             with self.phases.part("precondition", state.name):
-                before = self._with_momentum(state, state.layer.gradient())
+                before = self._transformed(state, state.layer.gradient())
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
         updates = []
@@ -431,21 +437,16 @@ class Preconditioner:
             own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
             raw = state.block.raw_columns(state.solution)
             moving = None
-            if state.rule == "columns" and state.has_momentum:
+            if state.rule == "columns" and self.transforms:
                 moving = (state.layer.gradient() != 0).any(-2, keepdim=True)
             updates.append((state, Update(gradients[state], after, own, raw, moving)))
         return updates
 
-    def _with_momentum(self, state: LayerState, gradient: Tensor) -> Tensor:
-        """Heavy ball before preconditioning: ``buf ← μ·buf + V``."""
-        if not state.has_momentum:
-            return gradient
-        mu = float(self.schedules.at("momentum", self.clock.step))
-        if state.momentum is None:
-            state.momentum = gradient.clone(memory_format=torch.contiguous_format)
-        else:
-            state.momentum.mul_(mu).add_(gradient)
-        return gradient + mu * state.momentum if self.options.nesterov else state.momentum
+    def _transformed(self, state: LayerState, gradient: Tensor) -> Tensor:
+        """What the rules before preconditioning make of a gradient."""
+        for transform in self.transforms:
+            gradient = transform(gradient, state.buffers, state.solution, self.clock.step)
+        return gradient
 
     def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
