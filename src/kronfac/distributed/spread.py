@@ -27,7 +27,7 @@ class Spreading:
             if broadcast.mine:
                 for key in broadcast.keys:
                     state = by_key[key]
-                    broadcast.put(key, state.layer.gradient() if state.has_gradient else None)
+                    broadcast.put(key, state.view.gradient() if state.has_gradient else None)
             broadcast.launch()
         rounded = self.coordinator.settings.wire_dtype is not None
         for broadcast in self._parcels:
@@ -35,7 +35,7 @@ class Spreading:
             for key in broadcast.keys:
                 state = by_key[key]
                 if state.has_gradient and (rounded or not broadcast.mine):
-                    state.layer.write(broadcast.take(key))
+                    state.view.write(broadcast.take(key))
 
     def _item(self, key: str, state: LayerState) -> Item:
         layer, root = state.layer, self.coordinator.gradient_root(state)

@@ -137,38 +137,7 @@ class Layer(ABC):
         """The same where the first dimension is not that of samples: each position on its own."""
         return self.outputs(grad, args)
 
-    # --- the gradient matrix --------------------------------------------------------------------
-
-    def gradient(self) -> Tensor:
-        """Return the gradient matrix ``V`` in factor precision; it may be a view: do not write to it."""
-        grad = self.weight.grad
-        assert grad is not None
-        matrix = self._to_matrix(grad.detach()).to(self.factor_dtype)
-        bias = self.bias
-        if bias is None or not self.bias_trains:
-            return matrix
-        column = bias.grad if bias.grad is not None else torch.zeros_like(bias)
-        column = self._own_bias(column.detach()).reshape(*matrix.shape[:-1], 1)
-        return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
-
-    def places(self, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Where the parts of a matrix shaped as ``V`` belong: views of gradients, and their values."""
-        grad, bias = self.weight.grad, self.bias
-        assert grad is not None
-        found = []
-        if bias is not None and self.bias_trains:
-            if bias.grad is not None:
-                target = self._own_bias(bias.grad)
-                found.append((target, matrix[..., -1].reshape(target.shape)))
-            matrix = matrix[..., :-1]
-        found.append(self._weight_place(grad, matrix))
-        return found
-
-    def write(self, matrix: Tensor) -> None:
-        """Overwrite the parameters' gradients in place with a matrix shaped as ``V``."""
-        with torch.no_grad():
-            for target, value in self.places(matrix):
-                target.copy_(value)
+    # --- the gradient matrix, of which a ParameterView reads and writes the tensors --------------
 
     def _own_bias(self, bias: Tensor) -> Tensor:
         """The part of a bias-shaped tensor that belongs to this layer, as a view."""

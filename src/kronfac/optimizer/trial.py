@@ -130,7 +130,7 @@ class Trial:
             with gradients_replaced({p: change.get(p) for p in state.layer.parameters}):
                 solved = state.solved_at is not None and state.has_gradient
                 if solved and state.solution is not None:
-                    total += float(state.block.quadratic(state.solution, state.layer.gradient()))
+                    total += float(state.block.quadratic(state.solution, state.view.gradient()))
         coordinator = self._preconditioner.coordinator
         if coordinator is not None:
             own = torch.tensor(total, dtype=torch.float64, device="cpu")

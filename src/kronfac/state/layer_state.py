@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layers import Layer
+from kronfac.layers.parameter_view import ParameterView
 from kronfac.protocol.block import bytes_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
@@ -30,6 +31,7 @@ class LayerState:
     def __init__(self, layer: Layer, method: Method, transforms: Sequence[Transform] = ()) -> None:
         self.layer = layer
         self.method = method
+        self.view = ParameterView(layer)
         self.transforms = transforms
         #: Whether rows could not be told apart by sample although the method wanted it.
         self.fell_back = False
@@ -88,8 +90,7 @@ class LayerState:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient to work on at this step."""
-        weight = self.layer.weight
-        return weight.requires_grad and weight.grad is not None and not weight.grad.is_sparse
+        return self.view.has_gradient
 
     def forget_solution(self) -> None:
         """Let it be solved anew at the next step, from the statistics that there are."""

@@ -328,7 +328,7 @@ class Preconditioner:
         pending.settle(state.solution)
         owned = self.ownership is None or not self.ownership.active or state.is_worker
         if state.has_gradient and owned:
-            gradient = state.layer.gradient()
+            gradient = state.view.gradient()
             pending.add_gradient(state.block.observe_gradient(gradient, state.solution))
         for name, running in state.running.items():
             running.decay(decay)
@@ -427,7 +427,7 @@ class Preconditioner:
             if not state.is_worker:
                 continue
             with self.phases.part("precondition", state.name):
-                before = self._transformed(state, state.layer.gradient())
+                before = self._transformed(state, state.view.gradient())
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
         updates = []
@@ -438,7 +438,7 @@ class Preconditioner:
             raw = state.block.raw_columns(state.solution)
             moving = None
             if state.rule == "columns" and self.transforms:
-                moving = (state.layer.gradient() != 0).any(-2, keepdim=True)
+                moving = (state.view.gradient() != 0).any(-2, keepdim=True)
             updates.append((state, Update(gradients[state], after, own, raw, moving)))
         return updates
 
@@ -458,10 +458,10 @@ class Preconditioner:
             factors = own_factors(rules, steps)
         for (state, _), step, length in zip(updates, steps, factors, strict=True):
             if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
-                for target, value in state.layer.places(step.after):
+                for target, value in state.view.places(step.after):
                     torch.mul(value, length, out=target)
             else:
-                state.layer.write(step.times(length))
+                state.view.write(step.times(length))
 
     def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
         """The factor of all layers on all ranks."""
