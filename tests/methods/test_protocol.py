@@ -6,24 +6,18 @@ the newest rows, and a gradient-only method looks at no activation at all.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-import kronfac
-from kronfac import Defaults, Method
-from kronfac.layers import Layer
-from kronfac.layers.rows import Rows
 from kronfac.optimizer.base import Preconditioned
-from kronfac.protocol.block import Block, Cost, Statistic, Tensors, bytes_of
 from tests import oracles
 from tests.feature_order import in_library_order
+from tests.methods.toys import GAMMA, GradientOnly, RankOne, SampleSpace
 
-GAMMA = 0.1
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
@@ -38,164 +32,6 @@ def normal(*shape: int) -> Tensor:
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
-
-
-# --- three toys ------------------------------------------------------------------------------
-
-
-class ToyBlock(Block):
-    """What the toys have in common: sizes, and a cost of bytes only."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.shape = layer.matrix_shape
-        self.dtype = layer.factor_dtype
-        *self.batch, self.d_out, self.d_in = self.shape
-
-    @property
-    def cost(self) -> Cost:
-        shapes = [one.shape for one in self.statistics.values()]
-        solution = bytes_of(list(self.solution_shapes.values()), self.dtype)
-        return Cost(0, 0, bytes_of(shapes, self.dtype), solution)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Toy(Method):
-    """Every step takes statistics and refreshes."""
-
-    defaults = Defaults(damping=GAMMA, factor_every=1, refresh_every=1, decay=0.0, rescale=None)
-    made: ClassVar[type[ToyBlock]]
-
-    def block(self, layer: Layer, grouped: bool = True) -> ToyBlock:
-        return self.made(layer)
-
-
-class RankOneBlock(ToyBlock):
-    """`(γI + (b̄ ⊗ ā)(b̄ ⊗ ā)ᵀ)⁻¹ vec(V)` with mean vectors, by Sherman and Morrison."""
-
-    label = "rank one"
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        a, b = (*self.batch, self.d_in), (*self.batch, self.d_out)
-        self.statistics = {"a": Statistic(a, "input"), "b": Statistic(b, "output", degree=1)}
-        self.solution_shapes = {"a": a, "b": b}
-
-    def observe_input(self, inputs: Rows, solution: Any = None) -> dict[str, Tensor]:
-        return {"a": inputs.total()}
-
-    def observe_output(self, outputs: Rows, solution: Any = None) -> dict[str, Tensor]:
-        return {"b": outputs.total()}
-
-    def solve(
-        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
-    ) -> dict[str, Tensor]:
-        return dict(means)
-
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
-        u = solution["b"][..., None] * solution["a"][..., None, :]
-        along = (u * gradient).sum((-2, -1), keepdim=True)
-        length = u.square().sum((-2, -1), keepdim=True)
-        return (gradient - u * (along / (damping + length))) / damping
-
-
-class SampleSpaceBlock(ToyBlock):
-    """`(F + γI)⁻¹ vec(V)` with F the empirical Fisher, solved among samples (Woodbury).
-
-    `F = U Uᵀ/N`, column n of U is `vec(gₙ aₙᵀ)`, and `UᵀU = (a aᵀ) ∘ (g gᵀ)` needs no U.
-    """
-
-    label = "sample space"
-    keeps = "summed"
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        a, g = (*self.batch, self.d_in), (*self.batch, self.d_out)
-        self.statistics = {
-            "a": Statistic(a, "output", combine="gather"),
-            "g": Statistic(g, "output", degree=1, combine="gather"),
-        }
-        self.solution_shapes = {
-            "a": (*self.batch, None, self.d_in),
-            "g": (*self.batch, None, self.d_out),
-            "inverse": (*self.batch, None, None),
-        }
-
-    def observe_pair(self, inputs: Rows, outputs: Rows, solution: Any = None) -> dict[str, Tensor]:
-        return {"a": inputs.summed(), "g": outputs.summed()}
-
-    def solve(
-        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
-    ) -> dict[str, Tensor]:
-        a, g = means["a"], means["g"]
-        samples = a.shape[-2]
-        kernel = (a @ a.mT) * (g @ g.mT) / samples
-        damped = kernel + damping * torch.eye(samples, dtype=a.dtype)
-        return {"a": a, "g": g, "inverse": torch.linalg.inv(damped)}
-
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
-        a, g = solution["a"], solution["g"]
-        along = ((g @ gradient) * a).sum(-1, keepdim=True) / a.shape[-2]
-        inside = solution["inverse"] @ along
-        return (gradient - (g * inside).mT @ a) / damping
-
-
-class GradientBlock(ToyBlock):
-    """`L^-¼ V R^-¼` with L and R the mean of `V Vᵀ` and `Vᵀ V` over steps."""
-
-    label = "gradient only"
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        left = (*self.batch, self.d_out, self.d_out)
-        right = (*self.batch, self.d_in, self.d_in)
-        self.statistics = {
-            "L": Statistic(left, "gradient", symmetric=True),
-            "R": Statistic(right, "gradient", symmetric=True),
-        }
-        self.solution_shapes = {"left": left, "right": right}
-
-    def observe_gradient(self, gradient: Tensor, solution: Any = None) -> dict[str, Tensor]:
-        return {"L": gradient @ gradient.mT, "R": gradient.mT @ gradient}
-
-    def solve(
-        self, part: str, means: Tensors, outlines: Any, previous: Any, damping: float
-    ) -> dict[str, Tensor]:
-        return {
-            "left": inverse_fourth_root(means["L"], damping),
-            "right": inverse_fourth_root(means["R"], damping),
-        }
-
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
-        return solution["left"] @ gradient @ solution["right"]
-
-
-def inverse_fourth_root(matrix: Tensor, damping: float) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ ((values + damping) ** -0.25)[..., None].mul(vectors.mT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankOneMethod(Toy):
-    made = RankOneBlock
-
-
-RankOne = kronfac.register_method(RankOneMethod)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSpaceMethod(Toy):
-    made = SampleSpaceBlock
-
-
-SampleSpace = kronfac.register_method(SampleSpaceMethod)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientOnlyMethod(Toy):
-    made = GradientBlock
-
-
-GradientOnly = kronfac.register_method(GradientOnlyMethod)
 
 
 # --- what they are run on --------------------------------------------------------------------
