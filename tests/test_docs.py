@@ -77,7 +77,7 @@ def test_the_type_itself_is_meant(example: dict[str, Any]) -> None:
         pass
 
     summary = frozen_kfac(nn.Sequential(Other(4, 3), nn.Linear(3, 3))).summary()
-    assert "Other is no layer type that is known" in summary
+    assert "Other is not a known layer type" in summary
 
 
 def test_a_registered_type_comes_before_ours(registered: Any) -> None:

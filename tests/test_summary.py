@@ -65,8 +65,8 @@ def test_every_parameter_is_in_the_table_or_listed_with_a_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("scale", "Everything is no layer type"),
-        ("up.weight", "ConvTranspose2d is no layer type"),
+        ("scale", "Everything is not a known layer type"),
+        ("up.weight", "ConvTranspose2d is not a supported layer type"),
         ("cell.weight_ih_l0", "LSTM computes all time steps"),
         ("attention.bias_k", "MultiheadAttention does not multiply by it"),
         ("normed.bias", "its parameters are parametrized"),

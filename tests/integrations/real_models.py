@@ -237,8 +237,8 @@ CASES = {
         ],
         average="batch",
         left_out={
-            "vit.embeddings.cls_token": "ViTEmbeddings is no layer type that is known",
-            "vit.embeddings.position_embeddings": "ViTEmbeddings is no layer type that is known",
+            "vit.embeddings.cls_token": "ViTEmbeddings is not a known layer type",
+            "vit.embeddings.position_embeddings": "ViTEmbeddings is not a known layer type",
         },
     ),
     "t5": Case(

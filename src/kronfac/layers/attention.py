@@ -1,8 +1,8 @@
 """nn.MultiheadAttention: three input projections, and the output projection as a Linear layer.
 
 Its forward is one function that calls no submodule, so nothing inside can be hooked. On steps that take
-statistics its output is therefore replaced by :func:`attend`, the same mathematics with the products in
-sight; on all other steps torch's own path runs.
+statistics its output is therefore replaced by that of :func:`attend`, the same mathematics with every
+product observed. On all other steps torch's own path runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AttentionProjection(LinearLayer):
         """See :meth:`Layer.split`."""
         assert isinstance(module, nn.MultiheadAttention)
         if not is_plain(module):
-            return output  # somebody has replaced its forward, which has to stay
+            return output  # its forward was replaced by the user, and that has to stay
         return attend(module, see, *args, **kwargs)
 
     def _own_bias(self, bias: Tensor) -> Tensor:
@@ -67,14 +67,14 @@ class AttentionProjection(LinearLayer):
 
 
 def projections(name: str, module: nn.MultiheadAttention) -> list[Layer]:
-    """The layers of an attention module, without its output projection, which is a module itself."""
+    """The layers of an attention module, without its output projection, which is its own module."""
     return [AttentionProjection(name, module, part) for part in PARTS]
 
 
 def output_projections(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """The output projections of a model, and the attention modules that compute them.
 
-    Those read the weight and never call the projection itself.
+    Attention modules read the projection's weight and never call the projection itself.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
@@ -105,7 +105,7 @@ def attend(
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
-    is_causal: bool = False,  # a hint of torch's: the mask says the same
+    is_causal: bool = False,  # only a hint in torch: the mask says the same
 ) -> tuple[Tensor, Tensor | None]:
     """The module's forward, showing its four products.
 
@@ -141,7 +141,7 @@ def attend(
         weights = weights.mean(1)
     if not batched:
         return out, None if weights is None else weights.squeeze(0)
-    out = out.transpose(0, 1).contiguous()  # in the order of torch's, which others may rely on
+    out = out.transpose(0, 1).contiguous()  # torch's memory order, which users may rely on
     return out.transpose(0, 1) if module.batch_first else out, weights
 
 
@@ -187,7 +187,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_extra_positions(
     module: nn.MultiheadAttention, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Append the learned key and value, and the zero ones, which no mask covers."""
+    """Append the learned key and value, and the zero ones; no mask covers them."""
     extra: list[tuple[Tensor, Tensor]] = []
     shape = (k.shape[0], 1, k.shape[-1])
     if module.bias_k is not None and module.bias_v is not None:

@@ -12,7 +12,7 @@ from kronfac.layers.rows import DenseRows, Rows, TokenRows
 
 
 class EmbeddingLayer(TransposedLinearLayer):
-    """The weight is ``[tokens, width]``; padding tokens have no gradient and are no rows."""
+    """The weight is ``[tokens, width]``; padding tokens have no gradient and do not count as rows."""
 
     module: nn.Embedding
     picks_columns = True

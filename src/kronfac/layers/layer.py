@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from kronfac.layers.rows import Rows
 
-#: Shown one product of a module's forward: which of its layers, the inputs, and the output, which
-#: it returns for the forward to go on with.
+#: Called for one product of a module's forward with the layer's part, the inputs and the output. The
+#: forward continues with the output that it returns.
 See = Callable[[str, tuple[Any, ...], Tensor], Tensor]
 
 
 class Layer(ABC):
-    """A weight, perhaps with a bias, whose gradient is ``Σ g aᵀ`` over rows.
+    """A weight, with or without a bias, whose gradient is ``Σ g aᵀ`` over rows.
 
     Subclasses describe one module type. The gradient matrix is ``V: [*b, d_out, d_in]``, weight
     first and the bias, when it trains, as the last column.
@@ -32,9 +32,9 @@ class Layer(ABC):
 
     #: Whether the weight scales channels one by one (norms) instead of multiplying vectors.
     unit_wise = False
-    #: Whether rows pick a column of the weight (embeddings), so that ``A`` is diagonal.
+    #: Whether each row picks a column of the weight (embeddings), which makes ``A`` diagonal.
     picks_columns = False
-    #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward.
+    #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward pass.
     keeps_inputs = False
 
     def __init__(
@@ -93,11 +93,11 @@ class Layer(ABC):
         return bias is not None and bias.requires_grad
 
     def stale(self) -> bool:
-        """Whether ``requires_grad`` of the bias has changed since the matrix shape was taken."""
+        """Whether ``requires_grad`` of the bias has changed since the matrix shape was computed."""
         return self._bias_trains() != self.bias_trains
 
     def renew(self) -> None:
-        """Take the matrix shape anew."""
+        """Compute the matrix shape again."""
         self.bias_trains = self._bias_trains()
 
     # --- calls ----------------------------------------------------------------------------------
@@ -111,11 +111,11 @@ class Layer(ABC):
 
     @property
     def geometry(self) -> Hashable:
-        """What else decides about the rows: modules that share a weight have to agree in it."""
+        """What else determines the rows: modules that share a weight must have the same value."""
         return None
 
     def keep(self, value: Any) -> Any:
-        """An input of a call as it is kept until the backward."""
+        """An input of a call as it is kept until the backward pass."""
         return value.detach() if isinstance(value, Tensor) else value
 
     def uses(self, module: nn.Module) -> bool:
@@ -124,7 +124,7 @@ class Layer(ABC):
 
     @abstractmethod
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:
-        """Rows of a call's inputs, in factor precision; ``None`` if that side shows nothing."""
+        """Rows of a call's inputs, in factor precision; ``None`` if this side alone is not observed."""
 
     @abstractmethod
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
@@ -134,7 +134,7 @@ class Layer(ABC):
         """
 
     def ungrouped_outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
-        """The same where the first dimension is not that of samples: each position on its own."""
+        """The same where dimension 0 is not the batch: each position counts as a sample."""
         return self.outputs(grad, args)
 
     # --- the gradient matrix, of which a ParameterView reads and writes the tensors --------------

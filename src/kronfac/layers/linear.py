@@ -23,7 +23,7 @@ class LinearLayer(Layer):
         return DenseRows(self.rows(grad))
 
     def rows(self, x: Tensor) -> Tensor:
-        """``[N, *shared, d] -> [N, S, d]``; a lone vector is one sample."""
+        """``[N, *shared, d] -> [N, S, d]``; a single vector is one sample."""
         x = x.detach().to(self.factor_dtype)
         samples = x.shape[0] if x.dim() > 1 else 1
         return x.reshape(samples, math.prod(x.shape[1:-1]), x.shape[-1])

@@ -1,8 +1,8 @@
-"""Normalisation layers: the gradients of a sample, channel by channel.
+"""Normalisation layers: per-sample gradients, channel by channel.
 
-A norm computes ``y = w·x̂ + b`` for each channel on its own, with ``x̂`` the normalised input. What is
+A norm computes ``y = w·x̂ + b`` for each channel separately, with ``x̂`` the normalised input. What is
 observed is each sample's gradient ``u = (Σ g·x̂, Σ g)`` over its positions, which needs both sides of the
-call at once. The matrix of a layer with ``C`` channels is ``[C, 1, 2]``, or ``[C, 1, 1]`` without a bias.
+call. The matrix of a layer with ``C`` channels is ``[C, 1, 2]``, or ``[C, 1, 1]`` without a bias.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class NormLayer(Layer):
         return epsilon_of(self.module), getattr(self.module, "num_groups", None)
 
     def keep(self, value: Any) -> Any:
-        """Autograd keeps the input from being overwritten, unless the norm has worked on a copy of it."""
+        """Copy the input if autograd does not protect it: where the norm itself works on a copy."""
         kept = super().keep(value)
         if isinstance(kept, Tensor) and _works_on_copy(self.module, kept, self.factor_dtype):
             return kept.clone()
         return kept
 
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:
-        """The input side alone shows nothing."""
+        """Nothing is observed on the input side alone."""
         return None
 
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
-        """Gradients of single samples, as rows ``[C, N, 1, 2]``."""
+        """Per-sample gradients, as rows ``[C, N, 1, 2]``."""
         x = args[0].detach().to(self.factor_dtype)
         grad = grad.detach().to(self.factor_dtype)
         columns = [self._weight_gradient(grad, x)]
@@ -58,7 +58,7 @@ class NormLayer(Layer):
 
     @abstractmethod
     def _per_sample(self, values: Tensor) -> Tensor:
-        """Sum over positions: shaped as the input ``-> [N, C]``."""
+        """Sum over positions: shape of the input ``-> [N, C]``."""
 
     def _weight_shape(self) -> tuple[int, ...]:
         return self.weight.numel(), 1, 1
@@ -71,19 +71,19 @@ class NormLayer(Layer):
 
 
 class ChannelNormLayer(NormLayer):
-    """Channels in dimension 1 and positions behind it: ``[N, C, *spatial]``."""
+    """Channels in dimension 1 and positions after it: ``[N, C, *spatial]``."""
 
     def _per_sample(self, values: Tensor) -> Tensor:
         return values if values.dim() == 2 else values.flatten(2).sum(2)
 
 
 class BatchNormLayer(ChannelNormLayer):
-    """Normalised with the statistics of the whole batch, which are taken as given."""
+    """Normalised with mean and variance of the whole batch, which are treated as constants."""
 
     module: nn.BatchNorm2d
 
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        # x̂ = (x - mean)·scale need not exist: sums over positions are much faster than batch_norm.
+        # x̂ = (x - mean)·scale is never formed: sums over positions are much faster than batch_norm.
         count = x.numel() / x.shape[1]
         mean = self._per_sample(x).sum(0) / count
         centred = x - mean.view(1, -1, *[1] * (x.dim() - 2))
@@ -103,7 +103,7 @@ class GroupNormLayer(ChannelNormLayer):
 
 
 class InstanceNormLayer(ChannelNormLayer):
-    """Normalised over the positions of each channel; a lone ``[C, *spatial]`` is one sample."""
+    """Normalised over the positions of each channel; an unbatched ``[C, *spatial]`` is one sample."""
 
     module: nn.InstanceNorm2d
 
@@ -156,7 +156,7 @@ class RMSNormLayer(TrailingNormLayer):
 
 
 def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
-    """Foreign norms, half precisions and scattered memory: the norm may let go of its input."""
+    """Norms of other libraries, half precision and strided memory: the norm may not keep its input."""
     foreign = not type(module).__module__.startswith("torch.")
     half = x.dtype != dtype or torch.is_autocast_enabled(x.device.type)
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
@@ -172,9 +172,9 @@ def epsilon_of(module: nn.Module) -> float | None:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a foreign module behaves as a root-mean-square norm; found out by trying it.
+    """Whether a module of another library behaves as a root-mean-square norm, tested by a trial run.
 
-    Such modules are defined anew in many code bases (Llama's, T5's, with ``w`` or ``1 + w``).
+    Many code bases define their own (Llama's, T5's, with ``w`` or ``1 + w``).
     """
     own = dict(module.named_parameters())
     weight = own.get("weight")

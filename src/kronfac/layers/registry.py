@@ -1,4 +1,4 @@
-"""Which module type is which layer."""
+"""The layer type of each module type."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _NO_LAYER: Mapping[type[nn.Module], str] = {
     nn.RNNBase: "{} computes all time steps in one kernel, where nothing can be observed",
     nn.RNNCellBase: "{} has two products in one kernel, where nothing can be observed",
     nn.EmbeddingBag: "{} sums its rows before they can be observed",
-    nn.modules.conv._ConvTransposeNd: "{} is no layer type that is supported yet",
-    nn.SyncBatchNorm: "{} normalises with what other ranks see",
+    nn.modules.conv._ConvTransposeNd: "{} is not a supported layer type yet",
+    nn.SyncBatchNorm: "{} normalises over the samples of all ranks",
 }
 
 
 def register_layer(
     module_type: type[nn.Module], layer_type: type[Layer] | None = None
 ) -> Callable[[LayerType], LayerType]:
-    """Say how modules of a type of yours are preconditioned: by which subclass of ``Layer``.
+    """Register the subclass of ``Layer`` that preconditions your own module type.
 
-    Use it as a decorator of the layer class, or call it with both classes. It applies to this type
-    alone and not to its subclasses, which may compute something else, and to optimizers that are built
+    Use it as a decorator of the layer class, or call it with both classes. It applies to this
+    type only, not to its subclasses, which may compute something else, and to optimizers that are built
     afterwards.
     """
     if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
@@ -88,7 +88,7 @@ def find_layers(name: str, module: nn.Module) -> list[Layer] | str:
     for kind, reason in _NO_LAYER.items():
         if isinstance(module, kind):
             return reason.format(type(module).__name__)
-    return f"{type(module).__name__} is no layer type that is known; see kronfac.register_layer"
+    return f"{type(module).__name__} is not a known layer type; see kronfac.register_layer"
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ def _general_obstacle(module: nn.Module) -> str | None:
 
 
 def _obstacle(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Say why a module of a supported type cannot be preconditioned all the same."""
+    """Say why a module cannot be preconditioned although its type is supported."""
     reason = _general_obstacle(module) or _overridden(module, kind)
     if reason is not None:
         return reason
@@ -121,7 +121,7 @@ def _obstacle(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if isinstance(module, nn.Embedding) and module.sparse:
         return "its gradients are sparse"
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
-        return "scale_grad_by_freq makes its gradient something else than a sum over rows"
+        return "with scale_grad_by_freq its gradient is not a sum over rows"
     return None
 
 

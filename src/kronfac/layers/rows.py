@@ -1,4 +1,4 @@
-"""One side of a layer call as canonical rows, computed only in the form that a method asks for.
+"""One side of a layer call as canonical rows, computed only in the form that a method needs.
 
 A call is ``a: [*b, N, S, d_in]`` on its input side and ``g: [*b, N, S, d_out]`` on its output side:
 ``N`` samples, ``S`` shared positions, and ``*b`` the groups of a grouped convolution (empty
@@ -32,7 +32,7 @@ from kronfac.linalg.sliding import patch_covariance
 
 
 class Rows(ABC):
-    """Rows ``[*b, N, S, d]`` that may never exist in memory."""
+    """Rows ``[*b, N, S, d]``, which need not be materialised."""
 
     samples: int
     positions: int
@@ -68,7 +68,7 @@ class Rows(ABC):
         """Return all rows, ``[*b, N, S, d]``."""
 
     def _extend(self, values: Tensor, last: float) -> Tensor:
-        """Append what a column of ones gives."""
+        """Append what a column of ones contributes."""
         if not self.ones:
             return values
         return torch.cat([values, values.new_full((*values.shape[:-1], 1), last)], dim=-1)
@@ -215,7 +215,7 @@ class TokenRows(Rows):
         return self._counts(each).reshape(self.samples, self.positions, self.width)
 
     def _counts(self, tokens: Tensor) -> Tensor:
-        """How often each token occurs in each line: ``[L, S] -> [L, width]``."""
+        """Occurrences of each token in each row of ``tokens``: ``[L, S] -> [L, width]``."""
         weights = torch.ones(tokens.shape, dtype=self.dtype, device=tokens.device)
         if self.padding is not None:
             weights = weights.masked_fill(tokens == self.padding, 0)

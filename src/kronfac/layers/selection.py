@@ -10,12 +10,12 @@ from torch import nn
 from kronfac.layers import Layer, find_layers
 from kronfac.options.config import Pattern
 
-#: Says why a layer is not wanted, or nothing.
+#: Returns the reason why a layer is left out, or ``None``.
 Refusal = Callable[[Layer], str | None]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Step through wrappers such as DistributedDataParallel: nothing of their own, one child."""
+    """Remove wrappers such as DistributedDataParallel: no parameters of their own, one child."""
     while True:
         children = dict(model.named_children())
         inner = children.get("module", children.get("_orig_mod"))
@@ -28,8 +28,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def outermost(model: nn.Module) -> list[nn.Module]:
     """Return the model and, inside it, each module that holds all of its parameters.
 
-    A trainer's module may never be called itself: its training step calls ``self.net``, which then is
-    the outermost forward. The inside of a compiled module is left alone.
+    A trainer's module may never be called itself: its training step calls ``self.net``, which is then
+    the outermost forward. Compiled modules are not searched.
     """
     found = [model]
     while next(model.named_parameters(recurse=False), None) is None:
@@ -42,7 +42,7 @@ def outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def plain_name(name: str) -> str:
-    """Remove what ``torch.compile`` puts into the names of compiled submodules."""
+    """Remove what ``torch.compile`` adds to the names of compiled submodules."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -55,7 +55,7 @@ def matches(name: str, module: nn.Module, patterns: tuple[Pattern, ...]) -> bool
 
 
 class Selection:
-    """The layers of a model that can and shall be preconditioned, and reasons for the rest.
+    """The layers of a model that are preconditioned, and the reasons for all other parameters.
 
     ``layers`` maps each layer to further modules that use the same weight; ``reasons`` maps names of
     parameters to half a sentence; ``notes`` maps names of layers to one.
@@ -117,10 +117,10 @@ class Selection:
             if owner.geometry == layer.geometry:
                 self.layers[owner].append(module)
                 return None
-            return f"its weight is that of {owner.name!r}, whose rows are others"
+            return f"its weight is that of {owner.name!r}, whose rows are formed differently"
         if owner is not None and (layer.picks_columns or not owner.picks_columns):
             return f"its weight is that of {owner.name!r}"
-        if owner is not None:  # an embedding that is tied to a matrix: the matrix has the curvature
+        if owner is not None:  # an embedding tied to a matrix: the matrix provides the curvature
             del self.layers[owner]
             self.reasons[f"{owner.name}.{owner.weight_name}"] = "tied"
         self._owners[layer.key] = layer

@@ -1,11 +1,11 @@
-"""Second moments of rows: ``Σ r rᵀ`` without forming what symmetry already knows."""
+"""Second moments of rows: ``Σ r rᵀ``, where symmetry saves nearly half of the products."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Narrower strips than this, or more of them, cost more in calls than they save in products.
+# Narrower strips, or more of them, would cost more in kernel calls than they save in products.
 _STRIP_WIDTH, _MAX_STRIPS = 128, 4
 
 
@@ -27,7 +27,7 @@ def bordered_gram(rows: Tensor) -> Tensor:
 
 
 def _gram_into(out: Tensor, rows: Tensor) -> None:
-    """Multiply strips of the upper triangle only, and mirror them."""
+    """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(*rows.shape[-2:]):
         left, right = rows[..., start:stop].mT, rows[..., start:]
         if rows.dim() == 2:
@@ -43,7 +43,7 @@ def gram_flops(rows: int, width: int) -> int:
 
 
 def _strips(rows: int, width: int) -> list[tuple[int, int]]:
-    """Ranges of columns; one for all of them where there are few rows to multiply."""
+    """Ranges of columns; a single range where there are few rows to multiply."""
     count = min(width // _STRIP_WIDTH, _MAX_STRIPS) if 2 * rows >= width else 1
     size = -(-width // max(count, 1))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
@@ -53,7 +53,7 @@ def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
     """Return ``Σ x xᵀ`` over samples and positions: ``[N, g·C, *spatial] -> [*b, C, C]``.
 
     ``*b`` is ``(groups,)`` when there are several groups and empty otherwise. The product follows
-    the memory layout of ``x``, so that neither layout pays for a transposed copy of a large map.
+    the memory layout of ``x``: neither layout needs a transposed copy of a large map.
     """
     samples, channels = x.shape[:2]
     positions = x.shape[2:].numel()

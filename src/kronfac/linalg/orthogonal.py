@@ -1,4 +1,4 @@
-"""The nearest orthogonal matrix, by products only."""
+"""The nearest orthogonal matrix, by matrix products only."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-#: Keller Jordan's quintic: small singular values grow by 3.4 a step, and all end between 0.68 and 1.13.
+#: Keller Jordan's quintic: small singular values grow by 3.4 per step, and all end between 0.68 and 1.13.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
 
 def nearest_orthogonal(matrices: Tensor) -> Tensor:
-    """``U Vᵀ`` of ``U S Vᵀ``, roughly: singular values come near 1, singular vectors stay.
+    """``U Vᵀ`` of ``U S Vᵀ``, approximately: singular values become close to 1, singular vectors stay.
 
     Args:
         matrices: ``[*b, m, n]`` of any scale; zeros stay zeros. Singular values below a thousandth of the
-            Frobenius norm do not get all the way.
+            Frobenius norm end short of 1.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: Tensor = matrices.mT if tall else matrices
-    # In two divisions, since squares of the largest and smallest floats are none.
+    # Two divisions, because the squares of the largest and smallest floats overflow or underflow.
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(_tiny(x))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(_tiny(x))
     x = _small_products(x) if _is_wide(*x.shape[-2:]) else _large_products(x)
@@ -38,7 +38,7 @@ def _large_products(x: Tensor) -> Tensor:
 
 
 def _small_products(x: Tensor) -> Tensor:
-    """The same polynomial from ``S = X Xᵀ``, which all steps commute with: ``X`` is used twice only."""
+    """The same polynomial in ``S = X Xᵀ``, with which all steps commute: ``X`` is used only twice."""
     first, third, fifth = _COEFFICIENTS
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     square = x @ x.mT
@@ -55,7 +55,7 @@ def _small_products(x: Tensor) -> Tensor:
 
 
 def _is_wide(m: int, n: int) -> bool:
-    """Whether small products are fewer operations, for ``m <= n``."""
+    """Whether small products take fewer operations, for ``m <= n``."""
     return _wide_flops(m, n) < _square_flops(m, n)
 
 

@@ -1,4 +1,4 @@
-"""Geometry of a convolution's patches, and the obvious way to collect them."""
+"""Geometry of a convolution's patches, and the direct way to collect them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Window:
         return all(s == 1 for s in self.stride)
 
     def tap_slices(self, size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-        """For each tap, in row-major order, the input elements it touches, zeros left out."""
+        """For each tap, in row-major order, the input elements it touches, without the padding."""
         out = self.output_size(size)
 
         def touched(dim: int, tap: int) -> slice:
@@ -78,8 +78,8 @@ def patches(x: Tensor, window: Window) -> Tensor:
     """Collect all patches: ``[N, g·C, *spatial] -> [*b, N, S, taps·C]``.
 
     Features are ordered as in a ``channels_last`` weight: taps first, channels inside. This is the
-    obvious form (``taps`` copies of the input), used where rows themselves are wanted and where
-    there is nothing to share between patches.
+    direct form (``taps`` copies of the input), used where the rows themselves are needed and where
+    patches share nothing.
     """
     dims = len(window.kernel)
     view = zero_pad(x, window.padding)

@@ -1,6 +1,6 @@
-"""Covariance of convolution patches by sliding windows: most products are never computed.
+"""Covariance of convolution patches by sliding windows, which skips most products.
 
-Two taps ``u`` and ``v`` of a stride-1 kernel see the same picture, shifted by ``δ = v - u``. With
+Two taps ``u`` and ``v`` of a stride-1 kernel see the same image, shifted by ``δ = v - u``. With
 zeros outside the image,
 
     A[u, v] = Σ_{q ∈ W(u)} x[q] x[q + δ]ᵀ = D[δ] - (terms with q outside W(u)),
@@ -9,10 +9,10 @@ where ``W(u)`` is the part of the image that tap ``u`` visits and ``D[δ] = Σ_q
 over the whole image. ``D`` has one ``C × C`` block per *offset*: for a 3×3 kernel 13 instead of the
 81 of unfold + GEMM, and it is exactly the weight gradient of a convolution of the image with itself,
 which every backend computes without unfolding anything. What lies outside ``W(u)`` is a border strip
-as thin as the padding, taken off by inclusion and exclusion over the spatial dimensions.
+as thin as the padding, subtracted by inclusion and exclusion over the spatial dimensions.
 
-Features are ordered as in a ``channels_last`` weight, taps first and channels inside: then every block
-is a contiguous copy. With a stride there is little to share between taps, and patches are collected.
+Features are ordered as in a ``channels_last`` weight, taps first and channels inside, so every block
+is a contiguous copy. With a larger stride, taps share little, and patches are collected instead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kronfac.linalg.patches import Window, patch_gram, zero_pad
 
 Interval = tuple[int, int]
 
-#: Work goes in portions that keep its copies small: elements of a batch, elements of its products
-#: (of the image, of its borders), and channels at least.
+#: Work is done in chunks, to keep copies small: most elements of a batch, most elements of its
+#: products (of the image, of its borders), fewest channels.
 _MOST_ELEMENTS = 1 << 20
 _MOST_PRODUCTS = 1 << 20
 _MOST_STRIP_PRODUCTS = 1 << 18
@@ -100,10 +100,10 @@ def _strip_flops(shape: Sequence[int], window: Window) -> int:
 
 @lru_cache(maxsize=1024)
 def _sliding_pays(shape: tuple[int, ...], window: Window) -> bool:
-    """Choose by a cost model that reads shapes only, so that every run and rank chooses alike.
+    """Choose by a cost model that reads shapes only: every run and rank makes the same choice.
 
-    The constants (nanoseconds) were fitted on a two-core AVX-512 machine; what matters is that many
-    small products (kernels without padding on small maps) are dear and copies are not free.
+    The constants (nanoseconds) were fitted on a two-core AVX-512 machine. What matters is that many
+    small products (kernels without padding on small maps) are expensive and copies are not free.
     """
     if window.taps == 1 or not window.unit_stride:
         return False
@@ -145,7 +145,7 @@ class _Strip:
 
     @property
     def symmetric(self) -> bool:
-        """Whether the box meets only itself, so that opposite offsets are transposes."""
+        """Whether the box overlaps only itself: opposite offsets are then transposes."""
         return all(self.ranges[dim] == (0, 0) for dim in self.taps)
 
     @property
@@ -161,7 +161,7 @@ class _Strip:
 
     @property
     def inside(self) -> tuple[slice, ...]:
-        """The box, seen from the slab."""
+        """The box in the coordinates of the slab."""
         pairs = zip(self.box, self.slab, strict=True)
         return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
@@ -219,7 +219,7 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
 
     ``D`` is the weight gradient of a convolution whose input and output gradient are both the image
     and whose kernel has one tap per offset. The longest dimension needs offsets ``δ >= 0`` only, since
-    ``D[-δ] = D[δ]ᵀ``. Batches and channels go in portions, which bounds the copies.
+    ``D[-δ] = D[δ]ᵀ``. Batches and channels are processed in chunks, which bounds the copies.
     """
     longest, dims = _longest(window), len(window.kernel)
     ranges = [(1 - k, k - 1) for k in window.kernel]
@@ -264,10 +264,10 @@ def _pairs(
     ranges: Sequence[Interval],
     window: Window,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each tap ``u``, its blocks and the products that belong there.
+    """For each tap ``u``, its blocks and the products that go there.
 
     ``blocks`` is ``[g, *kernel, C, *kernel, C]`` and ``products`` ``[g, *offsets, C, C]``, offsets as in
-    the ranges. The block of ``(u, v)`` takes the product of ``v - u``, so that for one ``u`` both are
+    the ranges. The block of ``(u, v)`` takes the product of ``v - u``, so for one ``u`` both are
     slices.
     """
     for u in itertools.product(*(range(k) for k in window.kernel)):
@@ -305,8 +305,8 @@ def _strip_products(
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield offsets ``δ`` with ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` of strips of one form, ``[n, g, C, C]``.
 
-    Strips are thin: their positions become rows of one matrix, with zeros between neighbours so that
-    every offset is a shift of rows, and several products are one plain GEMM.
+    Strips are thin. Their positions become rows of one matrix, with zeros between neighbours. Every
+    offset is then a shift of rows, and several products are one plain GEMM.
     """
     strip, dims = strips[0], len(window.kernel)
     images = [x[(slice(None), slice(None), *(slice(*span) for span in s.slab))] for s in strips]
@@ -343,10 +343,10 @@ def _strip_products(
 
 
 def _blocks_at(blocks: Tensor, offset: Sequence[int], strip: _Strip) -> Tensor:
-    """The blocks of all pairs ``(u, u + offset)`` that a strip must be taken off.
+    """The blocks of all pairs ``(u, u + offset)`` from which a strip is subtracted.
 
-    A view ``[g, C, C, ...]`` with one more dimension for each that is not thin: there the pairs lie on
-    a diagonal of taps.
+    A view ``[g, C, C, ...]`` with one more dimension for each in which the strip is not thin: there the
+    pairs lie on a diagonal of taps.
     """
     dims = len(offset)
     for dim, tap in sorted(strip.taps.items(), reverse=True):
@@ -366,5 +366,5 @@ def _grouped_rows(images: Tensor, groups: int) -> Tensor:
 
 
 def _longest(window: Window) -> int:
-    """The dimension in which the kernel is longest: there symmetry saves most."""
+    """The dimension in which the kernel is longest, where symmetry saves most."""
     return max(range(len(window.kernel)), key=lambda dim: window.kernel[dim])

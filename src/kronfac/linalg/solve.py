@@ -1,7 +1,7 @@
-"""Decompositions that do not give up at the first failure.
+"""Decompositions that are retried when they fail.
 
-Each solver climbs the same ladder: as it is, with a jitter on the diagonal, then in double precision.
-``None`` means that nothing helped. They are called on refresh steps only and may wait for the device.
+Each solver tries the matrix as given, then with jitter on the diagonal, then in float64. ``None`` means
+that all attempts failed. Solvers run on refresh steps only and may synchronize with the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _JITTER = 1e-6
-#: Columns of a symmetric product that are multiplied at once.
+#: Number of columns of a symmetric product that are multiplied at once.
 _STRIP_WIDTH = 256
 
 
@@ -34,7 +34,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def eigen_2x2(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for many 2 × 2 matrices, by one rotation each, without leaving the device."""
+    """The same for many 2 × 2 matrices, by one rotation each, without a host sync."""
     a, b, c = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
     middle, half = (a + c) / 2, (a - c) / 2
     radius = torch.hypot(half, b)
@@ -61,7 +61,7 @@ def cholesky_inverse_share(matrix: Tensor, index: int, of: int) -> Tensor | None
     """Summand ``index`` of ``of`` whose sum is the inverse of ``[*b, d, d]``, each symmetric.
 
     With ``M = L Lᵀ`` and ``W = L⁻¹`` the inverse is ``Σ wᵀw`` over the rows ``w`` of ``W``. A summand
-    takes a range of rows. All of them factorise ``M``, so that all of them stop at the same rung.
+    takes a range of rows. All of them factorise ``M``, so all of them succeed at the same attempt.
     """
 
     def attempt(candidate: Tensor) -> tuple[Tensor, ...] | None:
@@ -77,7 +77,7 @@ def cholesky_inverse_share(matrix: Tensor, index: int, of: int) -> Tensor | None
 
 
 def share_rows(width: int, index: int, of: int) -> tuple[int, int]:
-    """Rows of ``W`` that a summand takes. Row ``i`` costs ``i²``; the ranges cost the same."""
+    """Rows of ``W`` that a summand takes. Row ``i`` costs ``i²``; all ranges have equal cost."""
     return round(width * (index / of) ** (1 / 3)), round(width * ((index + 1) / of) ** (1 / 3))
 
 
@@ -86,7 +86,7 @@ def _inverse_from_rows(factor: Tensor, start: int, stop: int) -> Tensor:
     result = factor.new_zeros(factor.shape)
     if start == stop:
         return result
-    if start == 0:  # a leading corner of L has an inverse of its own
+    if start == 0:  # the leading block of L is inverted on its own
         result[..., :stop, :stop] = torch.cholesky_inverse(factor[..., :stop, :stop]).mT
         return result
     # L = [[L₁, 0], [B, L₂]] has W₂ = [-L₂⁻¹ B L₁⁻¹, L₂⁻¹] for its lower rows.
@@ -141,16 +141,16 @@ def newton_schulz_inverse(
 def _climb(
     matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:
-    """Try each rung until the result is finite; give it back in the matrix's own precision."""
+    """Retry until the result is finite; return it in the matrix's own precision."""
     solved = _first(matrix, attempt)
-    # Row-major like everything that is loaded: layouts must not change results.
+    # Row-major, as tensors are after loading: the layout must not change results.
     return solved and tuple(part.to(matrix.dtype).contiguous() for part in solved)
 
 
 def _first(
     matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:
-    """The first finite result, in the precision of its rung."""
+    """The first finite result, in the precision of its attempt."""
     if not _finite(matrix):
         return None
     for candidate in _rungs(matrix):
@@ -161,11 +161,12 @@ def _first(
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all is finite. A finite sum shows it at a twentieth of the cost; others may overflow."""
+    """Whether all is finite. A finite sum proves it at a twentieth of the cost, but may overflow."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _rungs(matrix: Tensor) -> Iterator[Tensor]:
+    """The attempts: the matrix as given, with jitter, and with jitter in float64."""
     yield matrix
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

@@ -18,6 +18,8 @@ Pattern = str | type[nn.Module]
 
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Rescale = Literal["auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"]
+#: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
+Rule = Literal["solved", "graft", "unit", "orthogonal", "columns"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {

@@ -1,4 +1,4 @@
-"""Who does what: a plan that all ranks agree on."""
+"""Which rank does what: a plan that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kronfac.placement.grid import Grid
 
 @dataclass(frozen=True)
 class Task:
-    """Who solves one part of a layer.
+    """Which ranks solve one part of a layer.
 
     Args:
-        rank: the one rank that solves it; ``None`` if there is not just one.
-        split: several ranks solve it together, each of them a summand; otherwise, without a rank,
-            every worker of the layer solves all of it.
-        ranks: those that solve it together; none stands for all workers of the layer.
+        rank: the one rank that solves it; ``None`` if there are several.
+        split: several ranks solve it together, each of them one summand. Without ``rank`` and
+            ``split``, every worker of the layer solves all of it.
+        ranks: those that solve it together; empty stands for all workers of the layer.
     """
 
     rank: int | None = None
@@ -28,11 +28,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where a layer belongs.
+    """The ranks that a layer is assigned to.
 
     Args:
         column: the column of the grid whose ranks work on it.
-        tasks: who solves which part.
+        tasks: which ranks solve each part.
     """
 
     column: int
@@ -41,7 +41,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all layers belong.
+    """The assignments of all layers.
 
     Args:
         scheme: its name.
@@ -62,14 +62,14 @@ class Placement:
         return self.grid.column_of(rank) == self.assignments[layer].column
 
     def solvers(self, layer: str, part: str) -> tuple[int, ...]:
-        """The ranks that solve a part: one alone, or several together, or each for itself."""
+        """The ranks that solve a part: one alone, several together, or each redundantly."""
         task = self.assignments[layer].tasks[part]
         if task.rank is not None:
             return (task.rank,)
         return task.ranks or self.workers(layer)
 
     def needs(self, layer: LayerUnit, key: str) -> tuple[int, ...] | None:
-        """The ranks that need the sum of a statistic; ``None`` stands for all there are."""
+        """The ranks that need the sum of a statistic; ``None`` stands for all ranks."""
         parts = [part.name for part in layer.parts if key in part.statistics]
         tasks = [self.assignments[layer.name].tasks[part] for part in parts]
         by_workers = any(task.rank is None and not task.ranks for task in tasks)
@@ -82,8 +82,8 @@ class Placement:
     def keeper(self, layer: LayerUnit, key: str, index: int) -> int:
         """The rank that keeps the sum of a statistic.
 
-        It is the one that solves with it. If there are several, ``index``, the statistic's position
-        among all, spreads what is kept over them.
+        It is the rank that solves with it. If there are several, ``index``, the statistic's position
+        among all, distributes the kept sums over them.
         """
         needed = self.needs(layer, key)
         if not needed:

@@ -1,4 +1,4 @@
-"""Jobs over bins so that the fullest bin is not too full."""
+"""Load balancing: jobs are assigned to bins to keep the largest load small."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-#: How many bounds on the load are tried when jobs can be divided.
+#: Number of bounds on the load that are tried when jobs can be divided.
 _BOUNDS = 12
 
 
 def longest_first(weights: Sequence[float], bins: int) -> list[int]:
-    """A bin for every job: the heaviest first, each into the emptiest bin.
+    """A bin for every job: the heaviest first, each into the bin with the least load.
 
-    The fullest bin holds at most ``4/3 - 1/(3·bins)`` times what it must. Ties go by order.
+    The largest load is at most ``4/3 - 1/(3·bins)`` times the optimum. Ties are broken by order.
     """
     return [place[0] for place in _longest_first(weights, [1] * len(weights), bins).places]
 
@@ -27,7 +27,7 @@ class Divisible(Protocol):
         """The load of each bin when that many share the job."""
 
     def extra(self, pieces: int) -> float:
-        """What sharing it costs besides."""
+        """The additional cost of sharing it."""
 
     @property
     def divisible(self) -> bool:
@@ -35,11 +35,11 @@ class Divisible(Protocol):
 
 
 def divide(jobs: Sequence[Divisible], bins: int) -> list[list[int]]:
-    """Bins for every job, where jobs that outlast the mean load may be shared by several.
+    """Bins for every job, where a job larger than the mean load may be shared by several.
 
-    Which jobs are divided by how much follows from a bound on the load of a bin: each is divided
-    into the fewest pieces that fit under it. Several bounds between the ideal load and what the
-    undivided jobs reach are tried, and a job is divided only if everything is then over sooner.
+    A bound on the load of a bin decides how jobs are divided: each into the fewest pieces that fit
+    under it. Several bounds between the ideal load and that of undivided jobs are tried, and jobs are
+    divided only if everything then finishes earlier.
     """
     whole = [job.seconds(1) for job in jobs]
     best = _longest_first(whole, [1] * len(jobs), bins)

@@ -1,4 +1,4 @@
-"""The work of a model in numbers: all that placement, fusion and planning know of it."""
+"""The work of a model in numbers: all that placement, fusion and planning know about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StatisticUnit:
 
     Args:
         key: ``"<layer>/<statistic>"``.
-        elements: how many numbers of it travel (one triangle of a symmetric one).
+        elements: how many numbers of it are sent (one triangle if it is symmetric).
         itemsize: bytes of each.
     """
 
@@ -22,7 +22,7 @@ class StatisticUnit:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes that are sent."""
         return self.elements * self.itemsize
 
 
@@ -34,9 +34,9 @@ class PartUnit:
         name: the part's name within its layer.
         statistics: keys of the statistics that it is solved from.
         flops: operations to solve it.
-        solution_elements: how many numbers its solution has.
-        shared_flops: if several ranks can solve it together, the operations that each of them repeats
-            while the rest is divided; ``None`` if it cannot be divided.
+        solution_elements: size of its solution.
+        shared_flops: if several ranks can solve it together, the operations that each of them repeats;
+            the rest is divided. ``None`` if it cannot be divided.
     """
 
     name: str
@@ -57,8 +57,8 @@ class LayerUnit:
         precondition_flops: operations to apply the solution and make the step orthogonal, at every step.
         gradient_elements: size of its gradient.
         itemsize: bytes of each number of solution and gradient.
-        tied_to: name of the first layer whose parameters it shares (itself if none): such layers
-            have to stay together where parameters have owners.
+        tied_to: name of the first layer whose parameters it shares (itself if none). Such layers
+            must have one owner where parameters have owners.
     """
 
     name: str
@@ -89,7 +89,7 @@ class LayerUnit:
 class Link:
     """The time that a message of ``m`` bytes takes: ``latency + m·seconds_per_byte``.
 
-    ``seconds_per_byte`` is that of a byte that one rank sends to another.
+    ``seconds_per_byte`` is the inverse of the bandwidth from one rank to another.
     """
 
     latency: float = 5e-5
@@ -104,7 +104,7 @@ class Link:
         return self._time(size, ranks)
 
     def broadcast(self, size: int, ranks: int) -> float:
-        """Every rank passes ``m`` on."""
+        """Every rank forwards ``m``."""
         return self._time(size, ranks)
 
     def _time(self, sent: float, ranks: int) -> float:
@@ -124,7 +124,7 @@ class Compute:
         return self.overhead + flops / self.solve_flops_per_second if flops else 0.0
 
     def product(self, flops: float) -> float:
-        """Seconds of products of matrices."""
+        """Seconds of matrix products."""
         return self.overhead + flops / self.product_flops_per_second if flops else 0.0
 
 

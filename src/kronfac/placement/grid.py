@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in ``workers`` rows and ``columns`` columns, counted along the rows.
+    """Ranks in ``workers`` rows and ``columns`` columns, numbered along the rows.
 
-    A layer belongs to a column: the ranks of that column hold its solution and precondition its
-    gradient. Each of them passes the result on along its row, which it shares with no other of them.
+    A layer is assigned to a column: the ranks of that column hold its solution and precondition its
+    gradient. Each of them sends the result along its own row.
     """
 
     size: int
@@ -45,7 +45,7 @@ class Grid:
         return rank // self.columns
 
     def root(self, rank: int, column: int) -> int:
-        """The one rank of a column that is in the row of ``rank``, and so sends to it."""
+        """The rank of a column that is in the row of ``rank`` and therefore sends to it."""
         return self.row_of(rank) * self.columns + column
 
     @staticmethod
@@ -61,5 +61,5 @@ def divisors(size: int) -> list[int]:
 
 
 def nearest_divisor(size: int, fraction: float) -> int:
-    """The divisor of ``size`` nearest to ``fraction`` of it; of two as near, the larger."""
+    """The divisor of ``size`` nearest to ``fraction`` of it; on a tie, the larger."""
     return min(divisors(size), key=lambda number: (abs(number - fraction * size), -number))

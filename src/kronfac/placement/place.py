@@ -1,4 +1,4 @@
-"""Each scheme's answer to who solves what and who preconditions what."""
+"""Placement by scheme: which rank solves and which rank preconditions each layer."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def place(
 ) -> Placement:
     """Place the work of all layers over ``size`` ranks. The same arguments give the same placement.
 
-    Whole layers go to columns of the grid, weighed by the seconds per step that each of its workers
-    spends on them; then the parts of a column's layers go to its workers, weighed by the seconds to
-    solve them. Both are placed longest first.
+    Whole layers are assigned to columns of the grid, weighted by the seconds per step that each worker
+    spends on them. Then the parts of a column's layers are assigned to its workers, weighted by the
+    seconds to solve them. Both are placed longest first.
 
     Args:
         layers: the work.
         size: how many ranks there are.
         scheme: how many workers a layer has, and what is solved everywhere.
-        link: the network; ``"spd"`` and splitting weigh it against solving.
+        link: the network; ``"spd"`` and splitting compare it with solving.
         compute: the speed of a rank.
         refresh_every: steps from one solution to the next.
-        balanced: otherwise layers and parts take turns, in order, and nothing is split.
-        split: let several workers solve one part together where everything is then over sooner.
+        balanced: place by cost; otherwise layers and parts are placed round robin, and nothing is split.
+        split: let several workers solve one part together where everything then finishes earlier.
     """
     link, compute = link or Link(), compute or Compute()
     grid = Grid(size, _workers(scheme, size))
@@ -106,7 +106,7 @@ def solve_seconds(part: PartUnit, compute: Compute, ranks: int = 1) -> float:
 
 @dataclass(frozen=True)
 class _Job:
-    """A part that waits for a rank of its column."""
+    """A part that is still to be assigned to a rank of its column."""
 
     layer: LayerUnit
     part: PartUnit
@@ -131,7 +131,7 @@ class _Job:
         return solve_seconds(self.part, self.compute, pieces)
 
     def extra(self, pieces: int) -> float:
-        """The sum of a split solution instead of a copy, and sums of statistics for all ranks."""
+        """All-reduce instead of broadcast for a split solution, and instead of reduce for statistics."""
         size, link = self.solution_bytes, self.link
         statistics = sum(
             unit.bytes for unit in self.layer.statistics if unit.key in self.part.statistics
@@ -150,7 +150,7 @@ def _workers(scheme: str | Hybrid, size: int) -> int:
     if scheme in ("mem-opt", "local", "layer-parallel"):
         return 1
     names = ", ".join(repr(name) for name in SCHEMES if name != "auto")
-    raise ValueError(f"Nothing can be placed by {scheme!r}; name one of {names}, or a Hybrid.")
+    raise ValueError(f"Nothing can be placed by {scheme!r}; choose one of {names}, or a Hybrid.")
 
 
 def _columns(
@@ -167,7 +167,7 @@ def _columns(
     weights = dict.fromkeys(names, 0.0)
     for name, layer in zip(names, layers, strict=True):
         solve = sum(solve_seconds(part, compute) for part in layer.parts)
-        # The workers of a column share out its solving; each of them preconditions all of it.
+        # The workers of a column divide its solving; each of them preconditions all of it.
         weights[name] += solve / (refresh_every * grid.workers)
         weights[name] += compute.product(layer.precondition_flops)
     chosen = (
@@ -180,7 +180,7 @@ def _columns(
 
 
 def _everywhere(job: _Job, scheme: str | Hybrid, size: int) -> bool:
-    """Whether all workers solve it for themselves: always, or where that is sooner than sending."""
+    """Whether all workers solve it redundantly: always, or where that is faster than a broadcast."""
     if scheme == "spd":
         return job.seconds(1) < job.link.broadcast(job.solution_bytes, size)
     return scheme == "replicated"
@@ -189,7 +189,7 @@ def _everywhere(job: _Job, scheme: str | Hybrid, size: int) -> bool:
 def _shared_tasks(
     jobs: Sequence[_Job], ranks: tuple[int, ...], balanced: bool, split: bool
 ) -> dict[tuple[str, str], Task]:
-    """Who of the ranks of a column solves what, where not all do."""
+    """Which ranks of a column solve which part, for parts that are not solved on all of them."""
     if not balanced:
         return {job.key: Task(ranks[index % len(ranks)]) for index, job in enumerate(jobs)}
     if split:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-#: Names of all schemes, ``Hybrid`` apart.
+#: Names of all schemes except ``Hybrid``.
 SCHEMES = (
     "auto",
     "replicated",
@@ -23,7 +23,7 @@ SCHEMES = (
 class Hybrid:
     """KAISA's scheme between ``"mem-opt"`` and ``"comm-opt"``.
 
-    Each layer's solution is held by ``w`` ranks, which precondition its gradient and pass it on to the
+    Each layer's solution is held by ``w`` ranks, which precondition its gradient and send it to the
     others; ``w`` is the divisor of the number of ranks that is nearest to ``fraction`` of it.
     """
 
@@ -40,13 +40,13 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class Distribute:
-    """A scheme and how it travels. ``distribute="comm-opt"`` is short for ``Distribute("comm-opt")``.
+    """A scheme and its details. ``distribute="comm-opt"`` is short for ``Distribute("comm-opt")``.
 
     Args:
         scheme: one of the names that :class:`kronfac.KFAC` lists, or a :class:`Hybrid`.
         wire_dtype: send statistics, solutions and gradients in this precision, for example
             ``torch.bfloat16``; ``None`` rounds nothing. Weights are never rounded.
-        overlap: let statistics leave during the forward and backward pass of a refresh step.
+        overlap: send statistics during the forward and backward pass of a refresh step.
         triangles: send one triangle of a symmetric statistic instead of all of it.
         deferred: send statistics once per refresh; otherwise at every factor step.
         balanced: place work by cost; otherwise round robin.

@@ -1,1 +1,1 @@
-"""What a scheme will cost on a network and ranks of known speed, and which one costs least."""
+"""Predicts the cost of each scheme on a network and ranks of known speed, and chooses the cheapest."""

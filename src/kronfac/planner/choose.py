@@ -1,4 +1,4 @@
-"""The scheme that will cost least, among those that give the same numbers."""
+"""The cheapest scheme among those that give the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kronfac.placement.place import place
 from kronfac.placement.scheme import Hybrid
 from kronfac.planner.predict import Prediction, predict
 
-#: How many grids between one worker per layer and all of them are tried.
+#: Number of grids that are tried between one worker per layer and all ranks.
 _GRIDS = 8
 
 
@@ -27,10 +27,10 @@ def choose(
     balanced: bool = True,
     split: bool = True,
 ) -> tuple[Placement, list[Prediction]]:
-    """The placement that is predicted to cost least, and the predictions of all, best first.
+    """The placement with the lowest predicted cost, and the predictions of all, best first.
 
     ``"local"`` computes something else and ``"layer-parallel"`` needs a model without
-    DistributedDataParallel, so neither is ever chosen. Of equal schemes the simplest is.
+    DistributedDataParallel, so neither is ever chosen. On a tie the simplest scheme is.
 
     Args:
         layers: the work.

@@ -1,17 +1,17 @@
-"""The time, traffic and memory that a placement will take.
+"""Predicts the time, traffic and memory of a placement.
 
 Every rank sends and receives at the same time. Three kinds of traffic differ by placement:
 
-- ``reduce``: sums of statistics. Those that several ranks need are added for all by a ring, where each
+- ``reduce``: sums of statistics. Those that several ranks need are all-reduced in a ring, where each
   rank sends ``2(P-1)/P`` of them. All others go to the one rank that needs the sum.
 - ``share``: solutions, inside a column of the grid. The rank that solved a part sends it to all other
-  workers; what several solved together is added by a ring.
+  workers; what several ranks solved together is all-reduced in a ring.
 - ``spread``: preconditioned gradients, inside a row, at every step.
 
-What goes to or comes from single ranks travels in one of two ways. In an exchange everything is sent
-straight to where it is wanted: that takes one latency, and then as long as the rank that sends or
-receives most. Or each rank's part is passed on along all ranks, in pieces, and added up on the way if
-it is a sum: no rank sends more than all parts together, but each part has a latency of its own.
+Traffic to or from single ranks takes one of two forms. In an exchange everything is sent directly to
+its destination: that takes one latency, and then as long as the rank that sends or receives most.
+Otherwise each rank's part is forwarded along all ranks, in pieces, and added up on the way if it is a
+sum: no rank sends more than all parts together, but each part has a latency of its own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from kronfac.placement.place import makespan
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a placement will take.
+    """The predicted cost of a placement.
 
     Args:
         scheme: its name.
         seconds: per step, on average, by phase: ``reduce``, ``refresh``, ``share``,
             ``precondition`` and ``spread``.
-        bytes: what the rank that sends most sends, per refresh (``reduce``, ``share``) or per step
+        bytes: sent by the rank that sends most, per refresh (``reduce``, ``share``) or per step
             (``spread``).
-        memory: bytes of solutions and of kept statistics, as they travel, on the fullest rank.
+        memory: bytes of solutions and of kept statistics, in the form that is sent, on the rank that
+            holds most.
     """
 
     scheme: str
@@ -57,18 +58,18 @@ def predict(
     hidden: float = 0.0,
     direct: bool = True,
 ) -> Prediction:
-    """Predict what a placement takes.
+    """Predict the cost of a placement.
 
     Args:
         layers: the work.
-        placement: who does it.
+        placement: which rank does what.
         link: the network.
         compute: the speed of a rank.
         refresh_every: steps from one solution to the next.
-        hidden: seconds of a refresh step's forward and backward pass, during which statistics travel
-            unnoticed.
-        direct: whether ranks exchange messages; sums still travel the other way if that is quicker.
-            Otherwise everything is passed on.
+        hidden: seconds of a refresh step's forward and backward pass, which overlap with sending
+            statistics.
+        direct: whether ranks exchange messages directly; sums are still forwarded if that is faster.
+            Otherwise everything is forwarded.
     """
     exchanged, passed_on = _reduce(layers, placement)
     quicker = direct and _seconds(exchanged, link) <= _seconds(passed_on, link)
@@ -93,7 +94,7 @@ def predict(
 
 
 class _Traffic:
-    """Bytes that each rank sends and receives, in so many messages one after another."""
+    """Bytes that each rank sends and receives, in a number of consecutive messages."""
 
     def __init__(self, ranks: int, messages: int = 1) -> None:
         self.sent = [0.0] * ranks
@@ -116,14 +117,14 @@ def _sent(exchanges: Sequence[_Traffic]) -> int:
 
 
 def _ring(ranks: int, size: int) -> _Traffic:
-    """A sum for all."""
+    """An all-reduce."""
     traffic = _Traffic(ranks)
     traffic.sent = traffic.received = [size * 2 * (ranks - 1) / ranks] * ranks
     return traffic
 
 
 def _passed_on(own: Sequence[int]) -> _Traffic:
-    """Every rank's part along all ranks."""
+    """Every rank's part, forwarded along all ranks."""
     traffic = _Traffic(len(own), sum(1 for size in own if size))
     if len(own) > 1:
         traffic.sent = traffic.received = [float(sum(own))] * len(own)
@@ -133,7 +134,7 @@ def _passed_on(own: Sequence[int]) -> _Traffic:
 def _reduce(
     layers: Sequence[LayerUnit], placement: Placement
 ) -> tuple[list[_Traffic], list[_Traffic]]:
-    """In an exchange, and passed on."""
+    """In an exchange, and forwarded."""
     size = placement.grid.size
     kept, everywhere = [0] * size, 0
     for layer in layers if placement.scheme != "local" else ():

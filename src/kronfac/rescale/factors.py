@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronfac.linalg.batching import MAX_ELEMENTS
 from kronfac.linalg.orthogonal import nearest_orthogonal
-from kronfac.rescale.rules import Rule
+from kronfac.options.config import Rule
 
 
 @dataclass

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import nn
 
 from kronfac.layers import Layer
 from kronfac.layers.conv import ConvLayer
 from kronfac.layers.linear import LinearLayer
-from kronfac.options.config import Rescale
-
-#: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
-Rule = Literal["solved", "graft", "unit", "orthogonal", "columns"]
+from kronfac.options.config import Rescale, Rule
 
 
 def rule_of(layer: Layer, rescale: Rescale | None, sequences: bool) -> Rule:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kronfac.layers import Layer
 from kronfac.layers.parameter_view import ParameterView
+from kronfac.options.config import Rule
 from kronfac.protocol.block import bytes_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
-from kronfac.rescale.rules import Rule
 from kronfac.statistics.pending import Pending, Running
 
 _OUTLAST_STATISTICS = (
