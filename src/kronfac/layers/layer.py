@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kronfac.layers.parameter_view import ParameterView
 from kronfac.layers.rows import Rows
 
 #: Called for one product of a module's forward with the layer's part, the inputs and the output. The
@@ -138,6 +139,10 @@ class Layer(ABC):
         return self.outputs(grad, args)
 
     # --- the gradient matrix, of which a ParameterView reads and writes the tensors --------------
+
+    def gradient(self) -> Tensor:
+        """The gradient matrix ``V`` of whole parameters, to compare rows with: ``V = Σ g aᵀ``."""
+        return ParameterView(self).gradient()
 
     def _own_bias(self, bias: Tensor) -> Tensor:
         """The part of a bias-shaped tensor that belongs to this layer, as a view."""

@@ -6,10 +6,13 @@ storage: it knows which tensors hold them. This one is for parameters that are w
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kronfac.layers.layer import Layer
+if TYPE_CHECKING:
+    from kronfac.layers.layer import Layer
 
 
 class ParameterView:
