@@ -96,6 +96,31 @@ def test_what_is_registered_must_be_a_module_and_a_layer(registered: Any) -> Non
         kronfac.register_layer(nn.Linear, nn.Linear)  # type: ignore[arg-type]
 
 
+# --- a method of one's own --------------------------------------------------------------------
+
+
+def test_a_method_of_ones_own_is_the_diagonal_of_k_fac(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in code_of("methods.md"):
+        exec(block, names)
+    assert "diagonal" in capsys.readouterr().out
+    steps = []
+    for make, own in ((kronfac.Diagonal, {}), (kronfac.KFAC, {"max_dim": 1, "solver": "eigen"})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        options = {"damping": 0.1, "factor_every": 1, "refresh_every": 1, "rescale": None, **own}
+        optimizer = make(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        x, y = batch()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        steps.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*steps)
+
+
+def test_a_method_of_ones_own_stays_below_a_hundred_lines() -> None:
+    assert len(code_of("methods.md")[0].splitlines()) < 70
+
+
 def test_pages_link_to_pages_that_exist() -> None:
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
