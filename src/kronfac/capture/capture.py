@@ -15,57 +15,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from kronfac.capture import compiled
-from kronfac.capture.broadcast import serves_all_samples, summed_rows
 from kronfac.capture.hooks import (
     Hook,
-    OutputView,
     first_tensor,
     is_batched,
     observing,
-    source_of,
     watch_gradient,
     watch_product,
 )
 from kronfac.capture.random_state import random_state, set_random_state
+from kronfac.capture.recording import record_input, record_output
+from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
-from kronfac.layers.rows import Rows
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Pass
-
-
-class Watch:
-    """One module, and the layers whose products its calls contain, by part."""
-
-    def __init__(self, split: Any, traced: compiled.TracedCall) -> None:
-        self.split = split
-        self.traced = traced
-        self.random: Tensor | None = None
-        self.states: dict[str, LayerState] = {}
-
-    def add(self, part: str, state: LayerState, number: int) -> None:
-        """Watch on behalf of one more layer."""
-        self.states[part] = state
-        self.traced.add(part, number, state.layer)
-
-
-class Edge:
-    """A product of the last forward, for gradients that ``observe()`` asks for."""
-
-    def __init__(
-        self, state: LayerState, forward_pass: Pass, kept: list[Any], product: Tensor
-    ) -> None:
-        source = source_of(product)
-        self.state = state
-        self.forward_pass = forward_pass
-        self.kept = kept
-        self.view = OutputView(product, source)
-        self.gradient = get_gradient_edge(source)
 
 
 class Capture:
@@ -371,22 +339,8 @@ class Capture:
         if not state.observed:
             return
         with self.phases("observe-input", state.name):
-            rows = state.layer.inputs(values)
-            if rows is None:
-                return
-            broadcast = serves_all_samples(state, rows, values[0], forward_pass)
-            if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
-                state.fall_back_to_expand()
-            if state.block.holds_rows:
-                state.pending.hold_input(rows, forward_pass)
-            else:
-                times = forward_pass.samples if broadcast else 1  # one row for each sample
-                found = state.block.observe_input(rows, state.solution)
-                state.pending.add_input(
-                    found if times == 1 else {n: x.mul_(times) for n, x in found.items()},
-                    rows.count * times,
-                )
-        if self.listener is not None:
+            recorded = record_input(state, values, forward_pass)
+        if recorded and self.listener is not None:
             self.listener(state, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
@@ -447,40 +401,9 @@ class Capture:
         with self.phases("observe-output", state.name):
             if scaled:
                 grad = self._unscale(grad, state.layer.factor_dtype)
-            rows = state.layer.outputs(grad, kept)
-            grouped = rows.samples == forward_pass.samples
-            if serves_all_samples(state, rows, kept[0] if kept else grad, forward_pass):
-                self._sum_output(state, rows, forward_pass, kept, draw, share)
-                return
-            if not grouped and state.layer.unit_wise:
-                state.note = "rows not grouped by sample: each counts as one"
-                rows = state.layer.ungrouped_outputs(grad, kept)
-            elif not grouped and state.block.holds_rows:
-                state.fall_back_to_expand()
-            if state.block.holds_rows and grouped:
-                state.pending.hold_output(rows, forward_pass, draw, share)
-            else:
-                state.pending.add_output(
-                    state.block.observe_output(rows, state.solution), forward_pass, share
-                )
-        if self.listener is not None:
+            recorded = record_output(state, forward_pass, grad, kept, draw, share)
+        if recorded and self.listener is not None:
             self.listener(state, "output")
-
-    def _sum_output(
-        self,
-        state: LayerState,
-        rows: Rows,
-        forward_pass: Pass,
-        kept: tuple[Any, ...],
-        draw: int,
-        share: float,
-    ) -> None:
-        """Add up the gradient of an input that stands for all samples, until the step."""
-        if not any(one.source == "output" for one in state.block.statistics.values()):
-            return
-        summed = summed_rows(state.layer, rows, kept)
-        if not state.pending.hold_summed(summed, forward_pass, draw, share):
-            state.note = "one input for all samples, of changing size"
 
     def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""

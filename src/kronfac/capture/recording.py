@@ -1,0 +1,77 @@
+"""From what a hook has seen to what a layer's statistics take in.
+
+Each function returns whether something was recorded that may leave for other ranks at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kronfac.capture.broadcast import serves_all_samples, summed_rows
+from kronfac.layers.rows import Rows
+from kronfac.state.layer_state import LayerState
+from kronfac.statistics.pending import Pass
+
+
+def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass) -> bool:
+    """Take in the inputs of one product."""
+    rows = state.layer.inputs(values)
+    if rows is None:
+        return False
+    broadcast = serves_all_samples(state, rows, values[0], forward_pass)
+    if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
+        state.fall_back_to_expand()
+    if state.block.holds_rows:
+        state.pending.hold_input(rows, forward_pass)
+        return True
+    times = forward_pass.samples if broadcast else 1  # one row for each sample
+    found = state.block.observe_input(rows, state.solution)
+    if times != 1:
+        found = {name: value.mul_(times) for name, value in found.items()}
+    state.pending.add_input(found, rows.count * times)
+    return True
+
+
+def record_output(
+    state: LayerState,
+    forward_pass: Pass,
+    grad: Tensor,
+    kept: tuple[Any, ...],
+    draw: int,
+    share: float,
+) -> bool:
+    """Take in the gradient of one product's output."""
+    rows = state.layer.outputs(grad, kept)
+    grouped = rows.samples == forward_pass.samples
+    if serves_all_samples(state, rows, kept[0] if kept else grad, forward_pass):
+        _sum_output(state, rows, forward_pass, kept, draw, share)
+        return False
+    if not grouped and state.layer.unit_wise:
+        state.note = "rows not grouped by sample: each counts as one"
+        rows = state.layer.ungrouped_outputs(grad, kept)
+    elif not grouped and state.block.holds_rows:
+        state.fall_back_to_expand()
+    if state.block.holds_rows and grouped:
+        state.pending.hold_output(rows, forward_pass, draw, share)
+    else:
+        found = state.block.observe_output(rows, state.solution)
+        state.pending.add_output(found, forward_pass, share)
+    return True
+
+
+def _sum_output(
+    state: LayerState,
+    rows: Rows,
+    forward_pass: Pass,
+    kept: tuple[Any, ...],
+    draw: int,
+    share: float,
+) -> None:
+    """Add up the gradient of an input that stands for all samples, until the step."""
+    if not any(one.source == "output" for one in state.block.statistics.values()):
+        return
+    summed = summed_rows(state.layer, rows, kept)
+    if not state.pending.hold_summed(summed, forward_pass, draw, share):
+        state.note = "one input for all samples, of changing size"
