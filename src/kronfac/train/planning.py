@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
+from kronfac.distributed.calibrate import measure
 from kronfac.distributed.workload import unit_of
 from kronfac.optimizer.base import Preconditioned
-from kronfac.placement.costs import Compute, Link
+from kronfac.placement.costs import Link
 from kronfac.planner.choose import choose
 from kronfac.runs.errors import UserError
 from kronfac.train import data, models
@@ -19,8 +16,6 @@ from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.recipe.recipe import Job, Recipe
 
-#: Width of the matrices that measure the speed of this machine.
-_WIDTH = 256
 #: The largest cluster that is planned for; each rank of it is looked at.
 _MOST_RANKS = 16_384
 
@@ -50,13 +45,13 @@ def plan(
         raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
     job = recipe.job(name)
     form = data.form(job.data.name, data_dir, **job.data.options)
-    ours = _kfac(job, form)._preconditioner
+    optimizer = _kfac(job, form)
     units = [
         unit_of(full, state, True, full)
-        for state in ours.layers.values()
+        for state in optimizer.layers
         for full in [f"{state.name}{state.layer.part}"]
     ]
-    every = int(ours.schedules.at("refresh_every", 0))
+    every = int(optimizer.value_now("refresh_every"))
     link = Link(latency * 1e-6, 8 / (gbit * 1e9))
     _, predictions = choose(units, ranks, link, measure(), every)
     lines = [f"{'scheme':<16}{'ms/step':>9}{'MB/refresh':>12}{'MB/step':>9}{'MB/rank':>9}"]
@@ -83,21 +78,3 @@ def _kfac(job: Job, form: data.Form) -> Preconditioned:
     optimizer = kfac_of(optimizers.build(job.optimizer, model, steps_per_epoch=1, kind=form.kind))
     assert optimizer is not None
     return optimizer
-
-
-def measure(repeat: int = 3) -> Compute:
-    """Speed of decompositions and of products here."""
-    matrix = torch.eye(_WIDTH) + 1e-3
-    cube = _WIDTH**3
-    solve = _seconds(lambda: torch.linalg.eigh(matrix), repeat)
-    product = _seconds(lambda: matrix @ matrix, repeat)
-    return Compute(9 * cube / solve, 2 * cube / product)
-
-
-def _seconds(work: Callable[[], object], repeat: int) -> float:
-    times = []
-    for _ in range(repeat + 1):  # the first one warms up
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])

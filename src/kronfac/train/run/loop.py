@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kronfac.options.errors import UnsolvableError
 from kronfac.runs.events import Recorder
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.record.counters import Counters
@@ -22,8 +23,6 @@ from kronfac.train.run.target import first_reached
 
 #: What ranks tell each other, beside numbers of signals, which are smaller.
 _NOT_FINITE = 1000
-#: K-FAC gives up, on all ranks together, with a sentence that contains this.
-_UNSOLVED = "could not be solved"
 
 Save = Callable[["Loop"], None]
 
@@ -83,9 +82,7 @@ class Loop:
         """Returns why it ended: 0 for the end, else a flag that all ranks have agreed on."""
         try:
             flag = self._steps()
-        except RuntimeError as error:
-            if _UNSOLVED not in str(error):
-                raise
+        except UnsolvableError as error:  # all ranks raise it together
             self.clock.pause()
             self.result.message = str(error)
             flag = _NOT_FINITE
@@ -193,8 +190,7 @@ class Loop:
             return {}
         stats = self.counters.since_last()
         clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
-        ours = kfac._preconditioner
-        momentum = float(ours.schedules.at("momentum", ours.clock.step))
+        momentum = kfac.value_now("momentum")
         momentum = momentum or float(kfac.param_groups[0].get("momentum", 0.0))
         return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}
 

@@ -28,8 +28,7 @@ class Stepper:
         self.mixup = _mixup(setup) if train.mixup else None
         self._rescaling = WeightRescaling(setup.plain) if train.weight_rescaling else None
         kfac = kfac_of(setup.optimizer)
-        sampled = kfac is not None and kfac._preconditioner.options.sampled
-        self._observes = kfac if sampled else None
+        self._observes = kfac if kfac is not None and kfac.needs_observe else None
         self._labels = torch.Generator(setup.device)
         self._momentum: TiedMomentum | None = None
         if setup.job.schedule.tied_momentum:
