@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,8 +23,8 @@ from kronfac.train.launch import ranks
 LAUNCHED = "KRONFAC_LAUNCHED"
 #: How long a message between ranks may take.
 TIMEOUT = timedelta(minutes=10)
-#: What messages of lost connections contain, whatever library they come from.
-_LOST = ("connection closed", "connection reset", "gloo", "nccl", "timed out", "broken pipe")
+#: Gloo's errors have no type of their own, but each begins with the source file that raised it.
+_GLOO_SOURCE = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]")
 
 
 class LostGroupError(Exception):
@@ -77,11 +78,14 @@ def leave_at_once(code: int) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error means that another rank is gone."""
+    """Whether an error means that another rank is gone.
+
+    Our own messages raise :class:`LostRankError`, and torch's other backends and its store raise
+    ``DistError``. What is left are the passes of DistributedDataParallel over Gloo.
+    """
     if isinstance(error, LostRankError | dist.DistError):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+    return type(error) is RuntimeError and _GLOO_SOURCE.match(str(error)) is not None
 
 
 def _join(size: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kronfac.distributed.comm.collectives import LostRankError
 from kronfac.runs.errors import UserError, of_a_file
 
 _joined: tuple[Any, Ranks] | None = None
@@ -27,6 +29,15 @@ def forget() -> None:
     """Let go of the group, before it is destroyed."""
     global _joined
     _joined = None
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Only messages are sent inside: an error means that another rank is gone, whatever it says."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"another rank did not answer: {error}") from error
 
 
 class Ranks:
@@ -50,7 +61,8 @@ class Ranks:
         if self.size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums, group=self._flags)
+        with _messages():
+            dist.all_reduce(sums, group=self._flags)
         return [float(value) for value in sums]
 
     def agree(self, flag: int) -> int:
@@ -59,7 +71,9 @@ class Ranks:
             return flag
         known = self._collect()
         value = torch.tensor(flag)
-        self._sent = value, dist.all_reduce(value, dist.ReduceOp.MAX, self._flags, async_op=True)
+        with _messages():
+            work = dist.all_reduce(value, dist.ReduceOp.MAX, self._flags, async_op=True)
+        self._sent = value, work
         return known
 
     def agree_now(self, flag: int) -> int:
@@ -75,21 +89,24 @@ class Ranks:
             return 0
         value, work = self._sent
         self._sent = None
-        work.wait()
+        with _messages():
+            work.wait()
         return int(value)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give all ranks the running averages of the first one."""
         if self.size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            with _messages():
+                for buffer in model.buffers():
+                    dist.broadcast(buffer, 0)
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value on the first rank, by rank; nothing elsewhere."""
         if self.size == 1:
             return [value]
         found: list[Any] | None = [None] * self.size if self.first else None
-        dist.gather_object(value, found, group=self._flags)
+        with _messages():
+            dist.gather_object(value, found, group=self._flags)
         return found or []
 
     def on_first(self, work: Callable[[], Any]) -> Any:
@@ -104,7 +121,8 @@ class Ranks:
                 box[1] = str(error)
             except OSError as error:
                 box[1] = str(of_a_file(error))
-        dist.broadcast_object_list(box, src=0, group=self._flags)
+        with _messages():
+            dist.broadcast_object_list(box, src=0, group=self._flags)
         if box[1] is not None:
             raise UserError(box[1])
         return box[0]
