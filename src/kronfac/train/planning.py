@@ -16,21 +16,21 @@ from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.recipe.recipe import Job, Recipe
 
-#: The largest cluster that is planned for; each rank of it is looked at.
+#: The largest cluster that can be planned; the cost of every rank is computed.
 _MOST_RANKS = 16_384
 
 
 def plan(
     recipe: Recipe, ranks: int, gbit: float, latency: float, data_dir: Path | None
 ) -> list[str]:
-    """A table of the schemes, best first, for so many ranks that are as fast as this machine.
+    """A table of the schemes, best first, for ``ranks`` ranks that are as fast as this machine.
 
     Args:
         recipe: whose K-FAC table is taken.
         ranks: how many.
         gbit: gigabits per second between two of them.
         latency: microseconds of a message.
-        data_dir: where data sets are; of an image folder that is there the classes are counted.
+        data_dir: where data sets are; if it holds the image folder, its classes are counted.
     """
     if ranks < 2:
         raise UserError(f"--ranks {ranks} must be at least 2.")
@@ -67,14 +67,14 @@ def plan(
 
 
 def _kfac(job: Job, form: data.Form) -> Preconditioned:
-    """The optimizer of a job; it needs the shapes of the data and not the data."""
+    """The optimizer of a job; only the shapes of the data are needed."""
     model = models.build(
         job.model.name,
         num_classes=form.num_classes,
         sample_shape=form.sample_shape,
         **job.model.options,
     )
-    # Only what holds at the first step is asked for, so that the length of an epoch does not matter.
+    # Only values of the first step are read: the length of an epoch does not matter.
     optimizer = kfac_of(optimizers.build(job.optimizer, model, steps_per_epoch=1, kind=form.kind))
     assert optimizer is not None
     return optimizer

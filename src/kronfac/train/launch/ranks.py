@@ -1,4 +1,4 @@
-"""What the loop does together with other ranks; in one process each of these is nothing."""
+"""Communication of the training loop; in one process each method does nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _joined: tuple[Any, Ranks] | None = None
 
 
 def current() -> Ranks:
-    """The ranks of this process's group, the same object for as long as there is this group."""
+    """The ranks of this process's group: the same object as long as the group exists."""
     global _joined
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _joined is None or _joined[0] is not group:
@@ -26,7 +26,7 @@ def current() -> Ranks:
 
 
 def forget() -> None:
-    """Let go of the group, before it is destroyed."""
+    """Release the group before it is destroyed."""
     global _joined
     _joined = None
 
@@ -47,7 +47,7 @@ class Ranks:
         joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if joined else 0
         self.size = dist.get_world_size() if joined else 1
-        # Flags travel beside gradients, in a group of their own, and never wait for a GPU.
+        # Flags have a group of their own: they overlap with gradients and never wait for a GPU.
         self._flags = dist.new_group(backend="gloo") if self.size > 1 else None
         self._sent: tuple[Tensor, Any] | None = None
 
@@ -66,7 +66,7 @@ class Ranks:
         return [float(value) for value in sums]
 
     def agree(self, flag: int) -> int:
-        """The largest flag of any rank, one call late, so that nobody waits; the same on all ranks."""
+        """The largest flag of any rank at the last call, the same on all ranks; no rank waits for it."""
         if self.size == 1:
             return flag
         known = self._collect()
@@ -81,7 +81,7 @@ class Ranks:
         return max(self.agree(flag), self._collect())
 
     def settle(self) -> None:
-        """Wait for the flag that is still on its way."""
+        """Wait for the last flag."""
         self._collect()
 
     def _collect(self) -> int:
@@ -110,7 +110,7 @@ class Ranks:
         return found or []
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """What the first rank's work returns, on all ranks; what a user got wrong fails on all."""
+        """Run ``work`` on the first rank; its result, or its :class:`UserError`, reaches all ranks."""
         if self.size == 1:
             return work()
         box: list[Any] = [None, None]

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, events and checkpoints, each at its time."""
+"""The training loop: steps, evaluations, events and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kronfac.train.run.setup import Setup
 from kronfac.train.run.stepping import Stepper
 from kronfac.train.run.target import first_reached
 
-#: What ranks tell each other, beside numbers of signals, which are smaller.
+#: A flag that ranks exchange; the others are numbers of signals, which are smaller.
 _NOT_FINITE = 1000
 
 Save = Callable[["Loop"], None]
 
 
 class Loop:
-    """Trains from where it is to the end, a signal, a failure or the target."""
+    """Trains until the end, a signal, a failure or the target."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Loop:
         due = self._is_due(self.setup.job.train.evaluate_every)
         saves = self._is_due(self.setup.job.train.checkpoint_every)
         if due or saves or self.step == self.setup.steps:
-            # What is saved or tested must be known to be sound on all ranks.
+            # Only a finite loss on all ranks is saved or tested.
             flag = max(flag, self.setup.ranks.agree_now(self._flag(loss, looks=True)))
         if flag < _NOT_FINITE and due:
             self._evaluate()
@@ -131,7 +131,7 @@ class Loop:
         return self.signal()
 
     def _is_due(self, epochs: float) -> bool:
-        """Whether a multiple of so many epochs ends with the last step, or training does."""
+        """Whether the last step completed a multiple of ``epochs``, or training."""
         if not epochs:
             return False
         per = max(1.0, epochs * self.setup.steps_per_epoch)
@@ -143,7 +143,7 @@ class Loop:
         reached = self.stop_at_target and self.result.target is not None
         return reached or self.step >= self.setup.steps
 
-    # --- what is told ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> float:
@@ -185,7 +185,7 @@ class Loop:
         )
 
     def _kfac_fields(self) -> dict[str, Any]:
-        """What only K-FAC has; ``kl_clip`` is the share of shortened steps among those since the last."""
+        """K-FAC's own fields; ``kl_clip`` is the share of shortened steps since the last event."""
         if (kfac := kfac_of(self.setup.optimizer)) is None:
             return {}
         stats = self.counters.since_last()

@@ -1,4 +1,4 @@
-"""What the folder of a run says about how it was started, so that nobody has to say it again."""
+"""How a run was started, read from its folder: ``--resume`` needs no other flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT = "digits"
 
 @dataclass(frozen=True)
 class Known:
-    """What the folder to go on with says about its start; nothing for a new run."""
+    """How the run to resume was started; empty for a new run."""
 
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Known:
 
 
 def complete(options: Namespace) -> Known:
-    """Fill in what a folder to go on with knows: optimizer, seed and flags, unless they are given."""
+    """Fill in optimizer, seed and flags of the run to resume, unless they are given."""
     known = Known()
     if options.resume is not None:
         folder = _named(options.resume) if options.resume else _last(options)
