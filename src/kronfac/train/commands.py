@@ -173,7 +173,7 @@ def _names(text: str, flag: str) -> list[str]:
 def _check_folders(options: Namespace) -> None:
     """Refuse flags that exclude each other, and say where runs go unless a flag did."""
     if options.resume is not None and options.out is not None:
-        raise UserError("--out starts something new and --resume goes on; give one of them.")
+        raise UserError("--out starts a new run and --resume continues one; give one of them.")
     if options.runs is not None and (options.out is not None or options.resume):
         other = "--out" if options.out is not None else "--resume"
         raise UserError(f"--runs and {other} both say which folder; give one of them.")

@@ -71,7 +71,7 @@ def _mixup_state(loop: Loop) -> dict[str, Tensor]:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint; a damaged or incomplete one is a :class:`UserError`."""
     if not path.is_file():
-        raise UserError(f"there is no checkpoint {path}, so that nothing can be resumed.")
+        raise UserError(f"there is no checkpoint {path}: nothing can be resumed.")
     check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)

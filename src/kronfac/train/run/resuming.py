@@ -89,7 +89,7 @@ def _named(name: str) -> Path:
     folder = Path(name)
     if not folder.exists() and name in recipe_files.shipped():
         raise UserError(
-            f"--resume {name}: {name!r} is a recipe and no run folder; to go on with its last run, "
+            f"--resume {name}: {name!r} is a recipe and no run folder; to resume its last run, "
             f"write `kronfac train {name} --resume`."
         )
     return folder
@@ -104,6 +104,6 @@ def _last(options: Namespace) -> Path:
 def _newest(folder: Path) -> dict[str, Any]:
     found = list(folder.glob("*/config.json"))
     if not found:
-        raise UserError(f"{folder} holds no runs, so that nothing can be resumed.")
+        raise UserError(f"{folder} holds no runs: nothing can be resumed.")
     newest = max(found, key=lambda path: path.stat().st_mtime_ns)
     return RunFolder(newest.parent).read_config()
