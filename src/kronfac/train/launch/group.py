@@ -23,7 +23,7 @@ from kronfac.train.launch import ranks
 LAUNCHED = "KRONFAC_LAUNCHED"
 #: How long a message between ranks may take.
 TIMEOUT = timedelta(minutes=10)
-#: Gloo's errors have no type of their own, but each begins with the source file that raised it.
+#: Gloo's errors have no type of their own, but each names the source file that raised it.
 _GLOO_SOURCE = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]")
 
 
@@ -85,7 +85,7 @@ def is_loss(error: BaseException) -> bool:
     """
     if isinstance(error, LostRankError | dist.DistError):
         return True
-    return type(error) is RuntimeError and _GLOO_SOURCE.match(str(error)) is not None
+    return type(error) is RuntimeError and _GLOO_SOURCE.search(str(error)) is not None
 
 
 def _join(size: int) -> None:
