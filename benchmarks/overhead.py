@@ -155,14 +155,14 @@ def memory(workload: str) -> dict[str, int]:
     """Bytes of statistics and solutions that exist, beside the closed form of the summary."""
     run = Run(workload, 1, 1)
     entries = run.optimizer.state_dict()["state"].values()
-    ours = [
+    tensors = [
         value
         for entry in entries
         for key, value in entry.items()
         if key.startswith("kronfac.") and value.dim() > 0 and value.is_floating_point()
     ]
     closed = 0
-    for state in run.optimizer._preconditioner.layers.values():
+    for state in run.optimizer.layers:
         *groups, d_out, d_in = state.layer.matrix_shape
         blocks = groups[0] if groups else 1
         if state.layer.unit_wise:  # F, its eigenvectors and eigenvalues
@@ -171,7 +171,7 @@ def memory(workload: str) -> dict[str, int]:
             closed += 4 * (2 * d_out**2 + d_out + 2 * d_in)
         else:
             closed += 4 * blocks * (2 * (d_in**2 + d_out**2) + d_in + d_out)
-    return {"measured": sum(v.numel() * v.element_size() for v in ours), "closed_form": closed}
+    return {"measured": sum(v.numel() * v.element_size() for v in tensors), "closed_form": closed}
 
 
 def peers(workload: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Every cell is the mean of short schedules of the recipe's optimizer with only th
 The last rows are the library as it comes, with nothing of the recipe but data, model and schedule: once
 with K-FAC's momentum, once with SGD's. On text the loss is an average over tokens and K-FAC is told so
 (`loss_average="token"`), and the accuracy is that of the next byte. Two tasks also show the defaults with
-other lengths of the steps. Runs are kept while the table grows, so that an interrupted one goes on where
+other lengths of the steps. Runs are kept while the table grows, so an interrupted one resumes where
 it was.
 """
 

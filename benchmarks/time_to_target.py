@@ -4,7 +4,7 @@
 
 Settings are what `benchmarks/tune.py` chose on other seeds and on training samples kept apart. Optimizers
 take turns within each seed, evaluation is not timed, and a run that misses the target counts as
-infinitely slow. Runs that are done are kept, so that an interrupted table goes on where it was.
+infinitely slow. Runs that are done are kept, so an interrupted table resumes where it was.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LABELS = {
     "soap": "SOAP",
     "kfac": "K-FAC",
 }
-#: What savings are told against.
+#: What savings are compared with.
 BASE = "sgd"
 
 

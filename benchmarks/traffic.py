@@ -143,7 +143,7 @@ class Shapes:
     """A model in numbers."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        states = optimizer_for(model, **options)._preconditioner.layers.values()
+        states = optimizer_for(model, **options).layers
         self.units = [unit_of(one.name, one, True, one.name) for one in states]
         self.sides = [one.layer.matrix_shape[::-1] for one in states]
         self.statistics = {one.name: one.block.cost.statistics_bytes for one in states}
@@ -258,7 +258,7 @@ def counted(model: nn.Module, distribute: Any, ranks: int, rank: int, **options:
             optimizer.step()
         sent = optimizer.stats()["sent"]
         held = 0
-        for state in optimizer._preconditioner.layers.values():
+        for state in optimizer.layers:
             sums = [running.sum for running in state.running.values()]
             for tensor in (*sums, *(state.solution or {}).values()):
                 held += 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -8,7 +8,7 @@
 4. The middle between that length and the next shorter one.
 
 Runs are tested on training samples that are kept apart. Trials are kept in
-`benchmarks/results/tuning/`, so that an interrupted search goes on where it was.
+`benchmarks/results/tuning/`, so an interrupted search resumes where it was.
 """
 
 import argparse

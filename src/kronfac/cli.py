@@ -1,4 +1,4 @@
-"""The ``kronfac`` command: what it is told, and how it ends."""
+"""The ``kronfac`` command: its arguments and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
 
-    0 done, 1 the run failed, 2 something was wrong with what was asked, 129, 130 and 143 stopped by
+    0 done, 1 the run failed, 2 wrong arguments or files, 129, 130 and 143 stopped by
     SIGHUP, Ctrl-C and SIGTERM, with a checkpoint.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -61,7 +61,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
-    """What was asked for; help and version are printed, and end the program, on the way."""
+    """Parse the arguments; help and version are printed and end the program."""
     try:
         options = _parser().parse_args(arguments)
     except SystemExit:
@@ -98,7 +98,7 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = f"kronfac {version('kronfac')}"
-    parser.add_argument("--version", action="version", version=about, help="say which one this is")
+    parser.add_argument("--version", action="version", version=about, help="print the version")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _train(subparsers)
     _compare(subparsers)
@@ -121,8 +121,7 @@ def _train(subparsers: Commands) -> None:
         nargs="?",
         const="",
         metavar="DIR",
-        help="go on with a run folder; without DIR, with the last run of this recipe, "
-        "optimizer and seed",
+        help="resume a run folder; without DIR, the last run of this recipe, optimizer and seed",
     )
     parser.set_defaults(command=commands.train)
 
@@ -139,7 +138,7 @@ def _compare(subparsers: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the runs; must not exist"
     )
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with such a folder")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume such a folder")
     parser.add_argument("--no-report", action="store_true", help="write no report at the end")
     parser.set_defaults(command=commands.compare)
 

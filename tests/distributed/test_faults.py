@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
+from kronfac.options.errors import UnsolvableError
 from tests.distributed.equivalence import (
     Case,
     Parameters,
@@ -144,7 +145,7 @@ def test_failing_again_and_again_stops_all_ranks_with_the_same_error(name: str) 
     one = case("mlp", solver="eigen", refresh_every=1, steps=10)
     bad_steps = list(range(1, 10))
     errors = run(3, train_with_failures, one, name, scheme_of(name), bad_steps, expect_errors=True)
-    assert [type(error) for error in errors] == [RuntimeError] * 3
+    assert [type(error) for error in errors] == [UnsolvableError] * 3
     assert len({str(error) for error in errors}) == 1
     assert "could not be solved 5 times" in str(errors[0])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kronfac.cli import main
+from kronfac.placement.costs import Compute
 from kronfac.train import planning
 from kronfac.train.launch import launch
 from kronfac.train.run.result import Result
@@ -34,7 +35,7 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kronfac.train.run.run._Run.go", end)
     monkeypatch.setattr(launch, "launch", refuse)
-    monkeypatch.setattr(planning, "measure", lambda: planning.Compute(1e10, 1e11))
+    monkeypatch.setattr(planning, "measure", lambda: Compute(1e10, 1e11))
 
 
 def ask(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Answer:

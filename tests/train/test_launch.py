@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from kronfac.distributed.comm.collectives import LostRankError
 from kronfac.runs.errors import UserError
 from kronfac.train.launch import group, launch
+from kronfac.train.launch.ranks import Ranks
 
 
 def start(script: str, count: int = 2) -> int:
@@ -163,9 +166,25 @@ def test_a_busy_port_under_torchrun_is_one_sentence(monkeypatch: pytest.MonkeyPa
     ("error", "lost"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Read error"), True),
+        (LostRankError("whatever it says"), True),
+        (dist.DistNetworkError("whatever it says"), True),
         (RuntimeError("size mismatch"), False),
+        (RuntimeError("the connection closed by peer timed out"), False),
         (ValueError("connection closed"), False),
     ],
 )
 def test_lost_connections_are_told_from_other_errors(error: Exception, lost: bool) -> None:
     assert group.is_loss(error) is lost
+
+
+def test_a_message_that_fails_means_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("whatever it says")
+
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    ranks = Ranks()
+    ranks.size = 2
+    for send in (lambda: ranks.total([1.0]), lambda: ranks.agree(1)):
+        with pytest.raises(LostRankError, match="whatever it says"):
+            send()

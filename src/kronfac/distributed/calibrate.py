@@ -44,7 +44,7 @@ def _measure_link(world: ProcessGroup, repeat: int = 5) -> Link:
     large = torch.zeros(PROBE_BYTES // 4, device=world.device)
 
     def send(flat: torch.Tensor) -> float:
-        return _seconds(lambda: world.all.all_reduce("control", flat).wait(), world, repeat)
+        return _seconds(lambda: world.all.all_reduce("control", flat).wait(), world.device, repeat)
 
     seconds = [send(small), send(large)]
     latency, whole = (t / world.size for t in world.total(seconds).tolist())
@@ -52,22 +52,35 @@ def _measure_link(world: ProcessGroup, repeat: int = 5) -> Link:
     return Link(latency, max(whole - latency, 1e-9) / sent)
 
 
-def _measure_compute(world: ProcessGroup, repeat: int = 5) -> Compute:
-    matrix = torch.eye(PROBE_WIDTH, device=world.device) + 1e-3
-    solve = _seconds(lambda: torch.linalg.eigh(matrix), world, repeat)
-    product = _seconds(lambda: matrix @ matrix, world, repeat)
-    solve, product = (t / world.size for t in world.total([solve, product]).tolist())
+def measure(device: str = "cpu") -> Compute:
+    """Speed of decompositions and of products in this process alone."""
+    return _speed(*_probe(torch.device(device)))
+
+
+def _measure_compute(world: ProcessGroup) -> Compute:
+    total = world.total(list(_probe(world.device))).tolist()
+    return _speed(*(seconds / world.size for seconds in total))
+
+
+def _probe(device: torch.device, repeat: int = 5) -> tuple[float, float]:
+    """Seconds of one decomposition and of one product."""
+    matrix = torch.eye(PROBE_WIDTH, device=device) + 1e-3
+    solve = _seconds(lambda: torch.linalg.eigh(matrix), device, repeat)
+    return solve, _seconds(lambda: matrix @ matrix, device, repeat)
+
+
+def _speed(solve: float, product: float) -> Compute:
     cube = PROBE_WIDTH**3
     return Compute(9 * cube / solve, 2 * cube / product)
 
 
-def _seconds(work: Callable[[], object], world: ProcessGroup, repeat: int) -> float:
+def _seconds(work: Callable[[], object], device: torch.device, repeat: int) -> float:
     times = []
     for attempt in range(repeat + 1):
-        started = _now(world.device)
+        started = _now(device)
         work()
         if attempt:  # the first one warms up
-            times.append(_now(world.device) - started)
+            times.append(_now(device) - started)
     return min(times)  # other work on the machine only ever adds
 
 

@@ -34,7 +34,7 @@ from kronfac.distributed.consistency import (
 )
 from kronfac.distributed.coordinator import Distributed
 from kronfac.distributed.gather_state import gather_state
-from kronfac.distributed.overview import overview
+from kronfac.distributed.overview import overview, owners
 from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
@@ -50,6 +50,7 @@ from kronfac.placement.scheme import Distribute, as_distribute
 from kronfac.protocol.method import Method
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.integrity import check_entries, check_saved
+from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Seconds
 from kronfac.step.pipeline import Preconditioner
 from kronfac.step.validation import (
@@ -502,6 +503,33 @@ class Preconditioned(Optimizer, Joinable):
         """
         return self._preconditioner.phases.timed()
 
+    @property
+    def layers(self) -> list[LayerState]:
+        """The layers that are preconditioned: those whose weight is not frozen."""
+        states = self._preconditioner.layers.values()
+        return [state for state in states if state.layer.weight.requires_grad]
+
+    def left_out(self) -> dict[str, tuple[int, str]]:
+        """By name, the size of every parameter that is not preconditioned, and why."""
+        trained = {p for group in self.param_groups for p in group["params"]}
+        return left_out(self._preconditioner, self._names(), trained)
+
+    def owners(self, state: LayerState) -> str:
+        """The ranks that solve a layer, as :meth:`summary` names them."""
+        coordinator = self._preconditioner.coordinator
+        return "0" if coordinator is None else owners(coordinator, state)
+
+    def value_now(self, name: str) -> float:
+        """The value at this step of ``"damping"``, ``"momentum"`` and others that may be scheduled."""
+        preconditioner = self._preconditioner
+        return float(preconditioner.schedules.at(name, preconditioner.clock.step))
+
+    @property
+    def needs_observe(self) -> bool:
+        """Whether :meth:`observe` has to be called after each forward pass."""
+        options = self._preconditioner.options
+        return options.sampled or options.rescale == "quadratic"
+
     def summary(self) -> str:
         """Return the table of layers, and every parameter that is not preconditioned and why.
 
@@ -509,9 +537,9 @@ class Preconditioned(Optimizer, Joinable):
         ``0`` for one, ``0,3`` for its two factors, ``0+3`` for a factor that ranks divide among them.
         """
         preconditioner = self._preconditioner
-        states = [s for s in preconditioner.layers.values() if s.layer.weight.requires_grad]
+        states = self.layers
         trained = {p for group in self.param_groups for p in group["params"]}
-        others = left_out(preconditioner, self._names(), trained)
+        others = self.left_out()
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {preconditioner.clock.step}"
         updates = trained if preconditioner.quadratic is not None else set()
         held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]

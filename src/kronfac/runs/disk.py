@@ -1,4 +1,4 @@
-"""Reading files with clear errors, and writing them so that nothing that was there is lost."""
+"""Reading files with clear errors, and replacing them without loss."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _of_the_system(error: BaseException | None) -> OSError | None:
-    """The error itself, or what it hides: torch stumbles over a file that it cannot finish."""
+    """The error itself, or the one behind it: torch raises another when it cannot finish a file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def read_text(path: Path) -> str:
-    """What is in a file, whatever that is; nothing if there is none."""
+    """The content of a file; nothing if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a user can get wrong."""
+"""Errors of the user."""
 
 import os
 

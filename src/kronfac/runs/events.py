@@ -1,4 +1,4 @@
-"""What happens in a run, as plain dictionaries that any number of listeners see."""
+"""Events of a run: plain dictionaries for any number of listeners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Recorder:
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **fields: Any) -> None:
-        """Tell all listeners, in order."""
+        """Call all listeners, in order."""
         if self.listeners:
             content = {"event": event, "time": time.time(), **fields}
             for listener in self.listeners:
@@ -52,7 +52,7 @@ class EventFile:
 
 
 def read(path: Path) -> list[Event]:
-    """All events of a file; a last line that was not written to its end, or is none, is left out."""
+    """All events of a file; an incomplete last line is left out."""
     return read_leniently(path)[0]
 
 

@@ -1,4 +1,4 @@
-"""Printing where nobody may be able to take it: a closed pipe, a full disk, a terminal that is gone."""
+"""Printing to a stream that may fail: a closed pipe, a full disk, a terminal that is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 def complain(sentence: str) -> None:
-    """Print one line where errors go; one that cannot be written is nobody's loss."""
+    """Print one line on standard error; ignore it if that fails."""
     try:
         print(f"kronfac: {sentence}", file=sys.stderr, flush=True)
     except OSError:

@@ -29,6 +29,7 @@ from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
 from kronfac.options.config import Options, Schedules
+from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.method import Method
 from kronfac.rescale.factors import (
     Update,
@@ -398,7 +399,7 @@ class Preconditioner:
             state.failures += 1
             state.failures_in_a_row += 1
             if state.failures_in_a_row >= MAX_FAILURES:
-                raise RuntimeError(
+                raise UnsolvableError(
                     f"the curvature of layer {state.name!r} could not be solved {MAX_FAILURES} times "
                     "in a row; raise damping, or name the layer in exclude."
                 )

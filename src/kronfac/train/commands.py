@@ -173,7 +173,7 @@ def _names(text: str, flag: str) -> list[str]:
 def _check_folders(options: Namespace) -> None:
     """Refuse flags that exclude each other, and say where runs go unless a flag did."""
     if options.resume is not None and options.out is not None:
-        raise UserError("--out starts something new and --resume goes on; give one of them.")
+        raise UserError("--out starts a new run and --resume continues one; give one of them.")
     if options.runs is not None and (options.out is not None or options.resume):
         other = "--out" if options.out is not None else "--resume"
         raise UserError(f"--runs and {other} both say which folder; give one of them.")
@@ -193,9 +193,9 @@ def _listeners(options: Namespace) -> list[Listener]:
 
 
 def _on_ranks(options: Namespace, jobs: Sequence[Job]) -> int | None:
-    """Start ranks if there are to be several and this is none of them; their exit code.
+    """Start the ranks and return their exit code; ``None`` if this process trains itself.
 
-    Whatever can be checked without them is checked before: ranks take seconds to start.
+    Arguments are checked first, because ranks take seconds to start.
     """
     if options.nproc < 1:
         raise UserError(f"--nproc {options.nproc} must be at least 1.")
@@ -220,7 +220,7 @@ def _new_folder(recipe: Recipe, options: Namespace) -> Path:
 
 
 def _is_first() -> bool:
-    """Whether this rank speaks, also after the group is left."""
+    """Whether this rank prints, also after it has left the group."""
     return group.world_size() == 1 or int(os.environ["RANK"]) == 0
 
 

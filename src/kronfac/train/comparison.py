@@ -38,7 +38,7 @@ def run(
     """Run everything that is not done yet, then write the report; returns the exit code.
 
     It is that of a failure only if all runs have failed: otherwise there is something to compare.
-    Optimizers take turns within each seed, so that a change of the machine's speed meets all of them.
+    Optimizers take turns within each seed: a change of the machine's speed affects all of them.
     """
     ranks = current()
     folder: Path = ranks.on_first(lambda: _folder(recipe, options))
@@ -88,7 +88,7 @@ def _folder(recipe: Recipe, options: Namespace) -> Path:
 
 
 def _states(recipe: Recipe, folder: Path, places: Sequence[Path]) -> list[str]:
-    """What is known of each run, once all that the folder holds of this comparison belongs to it."""
+    """What is known of each run, after a check that all runs in the folder belong to this comparison."""
     known = [_known(place) for place in places]
     begun = [place for place, state in zip(places, known, strict=True) if state]
     for place in dict.fromkeys([*begun, *_compared(folder)]):

@@ -26,7 +26,7 @@ def overview(data_dir: Path | None) -> list[str]:
 
 
 def fetch(name: str, data_dir: Path | None) -> Path:
-    """See that a data set is there; returns its folder."""
+    """Download a data set if it is missing; returns its folder."""
     if name not in data.NAMES and (near := nearest(name, data.NAMES)):
         raise UserError(f"unknown data set {name!r}; did you mean {near!r}?")
     return data.fetch(name, data_dir)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
+from kronfac.distributed.calibrate import measure
 from kronfac.distributed.workload import unit_of
 from kronfac.optimizer.base import Preconditioned
-from kronfac.placement.costs import Compute, Link
+from kronfac.placement.costs import Link
 from kronfac.planner.choose import choose
 from kronfac.runs.errors import UserError
 from kronfac.train import data, models
@@ -19,23 +16,21 @@ from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.recipe.recipe import Job, Recipe
 
-#: Width of the matrices that measure the speed of this machine.
-_WIDTH = 256
-#: The largest cluster that is planned for; each rank of it is looked at.
+#: The largest cluster that can be planned; the cost of every rank is computed.
 _MOST_RANKS = 16_384
 
 
 def plan(
     recipe: Recipe, ranks: int, gbit: float, latency: float, data_dir: Path | None
 ) -> list[str]:
-    """A table of the schemes, best first, for so many ranks that are as fast as this machine.
+    """A table of the schemes, best first, for ``ranks`` ranks that are as fast as this machine.
 
     Args:
         recipe: whose K-FAC table is taken.
         ranks: how many.
         gbit: gigabits per second between two of them.
         latency: microseconds of a message.
-        data_dir: where data sets are; of an image folder that is there the classes are counted.
+        data_dir: where data sets are; if it holds the image folder, its classes are counted.
     """
     if ranks < 2:
         raise UserError(f"--ranks {ranks} must be at least 2.")
@@ -50,13 +45,13 @@ def plan(
         raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
     job = recipe.job(name)
     form = data.form(job.data.name, data_dir, **job.data.options)
-    ours = _kfac(job, form)._preconditioner
+    optimizer = _kfac(job, form)
     units = [
         unit_of(full, state, True, full)
-        for state in ours.layers.values()
+        for state in optimizer.layers
         for full in [f"{state.name}{state.layer.part}"]
     ]
-    every = int(ours.schedules.at("refresh_every", 0))
+    every = int(optimizer.value_now("refresh_every"))
     link = Link(latency * 1e-6, 8 / (gbit * 1e9))
     _, predictions = choose(units, ranks, link, measure(), every)
     lines = [f"{'scheme':<16}{'ms/step':>9}{'MB/refresh':>12}{'MB/step':>9}{'MB/rank':>9}"]
@@ -72,32 +67,14 @@ def plan(
 
 
 def _kfac(job: Job, form: data.Form) -> Preconditioned:
-    """The optimizer of a job; it needs the shapes of the data and not the data."""
+    """The optimizer of a job; only the shapes of the data are needed."""
     model = models.build(
         job.model.name,
         num_classes=form.num_classes,
         sample_shape=form.sample_shape,
         **job.model.options,
     )
-    # Only what holds at the first step is asked for, so that the length of an epoch does not matter.
+    # Only values of the first step are read: the length of an epoch does not matter.
     optimizer = kfac_of(optimizers.build(job.optimizer, model, steps_per_epoch=1, kind=form.kind))
     assert optimizer is not None
     return optimizer
-
-
-def measure(repeat: int = 3) -> Compute:
-    """Speed of decompositions and of products here."""
-    matrix = torch.eye(_WIDTH) + 1e-3
-    cube = _WIDTH**3
-    solve = _seconds(lambda: torch.linalg.eigh(matrix), repeat)
-    product = _seconds(lambda: matrix @ matrix, repeat)
-    return Compute(9 * cube / solve, 2 * cube / product)
-
-
-def _seconds(work: Callable[[], object], repeat: int) -> float:
-    times = []
-    for _ in range(repeat + 1):  # the first one warms up
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from kronfac.runs.errors import UserError
 from kronfac.train import models
-from kronfac.train.models.resnet_cifar import Block
+from kronfac.train.models.resnet import CifarBlock
 
 IMAGES = {"num_classes": 10, "sample_shape": (3, 32, 32)}
 TEXT = {"num_classes": 50, "sample_shape": (12,)}
@@ -52,12 +52,25 @@ def test_the_head_of_the_gpt_can_be_its_own():
 
 
 def test_the_shortcut_of_option_a_samples_and_pads():
-    block = Block(4, 8, 2).eval()
+    block = CifarBlock(4, 8, 2).eval()
     nn.init.zeros_(block.norm2.weight)
     x = torch.rand(2, 4, 6, 6)
     expected = torch.zeros(2, 8, 3, 3)
     expected[:, 2:6] = x[:, :, ::2, ::2]
     assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "first", "last"),
+    [
+        ("resnet8", "stage2.0.", "conv1.weight", "norm2.num_batches_tracked"),
+        ("resnet50", "stages.1.0.", "convs.0.weight", "shortcut.1.num_batches_tracked"),
+    ],
+)
+def test_checkpoints_name_the_parts_of_a_block(name, stage, first, last):
+    state = models.build(name, width=2, **IMAGES).state_dict()
+    names = [key.removeprefix(stage) for key in state if key.startswith(stage)]
+    assert (names[0], names[-1]) == (first, last)
 
 
 @pytest.mark.parametrize("name", ["resnet20", "resnet18", "resnet50"])

@@ -46,7 +46,7 @@ class Arrival:
     """A message on its way."""
 
     phase: Phase
-    is_worker: Sequence[Any] = ()
+    works: Sequence[Any] = ()
     then: Callable[[], None] | None = None
     arrived: bool = False
 
@@ -55,7 +55,7 @@ class Arrival:
         if self.arrived:
             return
         try:
-            for work in self.is_worker:
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
             raise LostRankError(
@@ -65,7 +65,7 @@ class Arrival:
             ) from error
         if self.then is not None:
             self.then()
-        self.is_worker = ()
+        self.works = ()
         self.arrived = True
 
 
@@ -109,12 +109,12 @@ class Collectives:
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
             return self._collect(phase, flat, wanted, {} if scratch is None else scratch)
-        is_worker = []
+        works = []
         for one in wanted:
             part = flat[one.start : one.stop]
             if not self._alone(phase, "reduce", part):
-                is_worker.append(self._start(phase, self._reduce_one, part, one.rank))
-        return Arrival(phase, is_worker)
+                works.append(self._start(phase, self._reduce_one, part, one.rank))
+        return Arrival(phase, works)
 
     def broadcast(self, phase: Phase, flat: Tensor, root: int) -> Arrival:
         """Send a tensor from one member to all others."""
@@ -160,24 +160,24 @@ class Collectives:
         self, phase: Phase, flat: Tensor, segments: Sequence[Segment], scratch: dict[int, Tensor]
     ) -> Arrival:
         """Every member sends each segment straight to its rank, which adds them in the order of ranks."""
-        tag, is_worker = next(self._tags), []
+        tag, works = next(self._tags), []
         own = next((flat[one.start : one.stop] for one in segments if one.rank == self.rank), None)
         others = [member for member in self.members if member != self.rank]
         if own is not None:
             for member in others:
                 if member not in scratch:
                     scratch[member] = torch.empty_like(own)
-                is_worker.append(self._start(phase, self._receive, scratch[member], member, tag))
+                works.append(self._start(phase, self._receive, scratch[member], member, tag))
         for one in segments:
             if one.rank != self.rank:
                 part = flat[one.start : one.stop]
-                is_worker.append(self._start(phase, self._send, part, one.rank, tag))
+                works.append(self._start(phase, self._send, part, one.rank, tag))
 
         def add() -> None:
             if own is not None:
                 _add([scratch[member] for member in others], own)
 
-        return Arrival(phase, is_worker, add)
+        return Arrival(phase, works, add)
 
     def _reduce_one(self, part: Tensor, root: int) -> Any:
         return dist.reduce(part, group_dst=self._place(root), group=self.group, async_op=True)

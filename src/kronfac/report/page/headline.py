@@ -48,8 +48,8 @@ def remarks(chapter: Chapter) -> list[str]:
 
 def contestants(chapter: Chapter) -> tuple[Group, Group | None]:
     """Who the headline is about, and against whom."""
-    ours = [group for group in chapter.groups if group.kind == "kfac"]
-    hero = min(ours or chapter.groups, key=_standing)
+    kfac = [group for group in chapter.groups if group.kind == "kfac"]
+    hero = min(kfac or chapter.groups, key=_standing)
     others = [group for group in chapter.groups if group.kind != hero.kind]
     sgd = [group for group in others if group.kind == "sgd"]
     return hero, min(sgd or others, key=_standing, default=None)
@@ -108,11 +108,11 @@ def _both_reached(hero: Group, rival: Group, goal: str) -> str:
     return f"{hero.label} reached {goal} in {joined} {rival.label} ({medians})."
 
 
-def change(ours: float | None, theirs: float | None) -> int | None:
-    """Whole percent by which ours is more (or less, if negative); ``None`` if that means nothing."""
-    if ours is None or not theirs or not math.isfinite(ours) or not math.isfinite(theirs):
+def change(value: float | None, other: float | None) -> int | None:
+    """Whole percent by which a value is above another; ``None`` if that is undefined."""
+    if value is None or not other or not math.isfinite(value) or not math.isfinite(other):
         return None
-    ratio = ours / theirs
+    ratio = value / other
     return round(100 * (ratio - 1)) if 0 <= ratio < _MEANINGLESS else None
 
 

@@ -1,4 +1,4 @@
-"""What steers a step: damping, KL clip, momentum, learning rate."""
+"""Hyperparameters over steps: damping, KL clip, momentum, learning rate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SHOWN = {
 }
 
 
-def steering(chapter: Chapter) -> Section:
-    """Charts over steps of what changes, a sentence for what does not."""
+def hyperparameters(chapter: Chapter) -> Section:
+    """A chart for each hyperparameter that changes, a sentence for each that does not."""
     facts, charts = [], []
     for key, title in _SHOWN.items():
         moving = []
@@ -36,8 +36,8 @@ def steering(chapter: Chapter) -> Section:
                 facts.append(f"{title} of {group.label}: {shown} throughout.")
         if moving:
             charts.append(draw(_chart(key, title, moving), "steps", chapter.groups))
-    ours = [run for run in chapter.runs if run.kind == "kfac"]
-    if ours and not any(clips(run) for run in ours):
+    kfac = [run for run in chapter.runs if run.kind == "kfac"]
+    if kfac and not any(clips(run) for run in kfac):
         facts.append("No KL clip was in use.")
     if not facts and not charts:
         return _HEADING, paragraph("None of them was recorded.")

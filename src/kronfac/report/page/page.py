@@ -10,8 +10,8 @@ from pathlib import Path
 from kronfac.report.draw import text
 from kronfac.report.draw.svg import Markup, escape, join, tag
 from kronfac.report.page import costs, notices, sections
-from kronfac.report.page import hyperparameters as steering
 from kronfac.report.page.headline import headline, remarks
+from kronfac.report.page.hyperparameters import hyperparameters
 from kronfac.report.read.read import Run
 from kronfac.report.read.summary import Chapter
 
@@ -98,7 +98,7 @@ def _chapter(chapter: Chapter, number: int, several: bool, empty: Sequence[Path]
         costs.layer_costs(chapter),
         costs.placement(chapter),
         costs.memory_use(chapter),
-        steering.steering(chapter),
+        hyperparameters(chapter),
         notices.trouble(chapter, empty),
         notices.origins(chapter),
     ]

@@ -22,7 +22,7 @@ def paragraph(sentence: str, class_: str | None = None) -> Markup:
 
 
 def tiles(chapter: Chapter) -> Markup:
-    """The headline's numbers, large; better and worse are told by sign and word."""
+    """The headline's numbers, large; better and worse differ in sign and word, not in colour alone."""
     hero, rival = contestants(chapter)
     if rival is None:
         return Markup("")
@@ -34,8 +34,8 @@ def tiles(chapter: Chapter) -> Markup:
         found.append((_signed(time), f"time to {text.metric(hero.metric, hero.target)}", time))
     found += _final_tile(hero, rival)
     for what, value in (("time of a step", step_seconds), ("peak memory", memory)):
-        ours, theirs = hero.spread(value), rival.spread(value)
-        if ours and theirs and (more := change(ours.median, theirs.median)) is not None:
+        first, second = hero.spread(value), rival.spread(value)
+        if first and second and (more := change(first.median, second.median)) is not None:
             found.append((_signed(more), what, more))
     cards = [
         tag(
@@ -56,11 +56,10 @@ def tiles(chapter: Chapter) -> Markup:
 
 
 def _final_tile(hero: Group, rival: Group) -> list[tuple[str, str, float]]:
-    ours = hero.spread(lambda run: final(run, run.metric))
-    theirs = rival.spread(lambda run: final(run, run.metric))
-    if ours is None or theirs is None:
+    first, second = (group.spread(lambda run: final(run, run.metric)) for group in (hero, rival))
+    if first is None or second is None:
         return []
-    difference = ours.median - theirs.median
+    difference = first.median - second.median
     if hero.metric == "loss":
         return [
             (f"{_sign(difference)}{text.short(abs(difference))}", "final test loss", difference)

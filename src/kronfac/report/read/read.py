@@ -40,7 +40,7 @@ class Run:
     """What one run folder says.
 
     ``steps`` and ``evals`` are records in order of their steps, each step once: what a resumed run
-    did again is there once, and its ``seconds`` go on counting.
+    did again is there once, and its ``seconds`` continue.
     """
 
     path: Path

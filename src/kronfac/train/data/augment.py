@@ -1,7 +1,7 @@
 """Augmentation of whole batches, in two steps: draw random numbers, then apply them.
 
-The numbers are drawn for the batch of all ranks; each rank applies its own slice, so that N ranks see
-what one would see.
+The numbers are drawn for the batch of all ranks; each rank applies its own slice. N ranks
+see what one would see.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 
 
 class Batches:
-    """The batches of a run as a pure function of seed and step, so that resuming is exact.
+    """The batches of a run as a pure function of seed and step: resuming is exact.
 
     Samples of an epoch that do not fill a batch are left out.
 

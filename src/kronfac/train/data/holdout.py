@@ -1,4 +1,4 @@
-"""Training samples kept apart for choosing settings, so that the test set stays unseen."""
+"""Training samples kept apart for choosing settings, while the test set stays unseen."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HeldOut:
 
 
 class RandomHeldOut(HeldOut):
-    """The same of a source that augments while it decodes: it goes on doing so in training."""
+    """The same for a source that augments while it decodes, as it still does in training."""
 
     source: RandomDecoding  # type: ignore[assignment]
 

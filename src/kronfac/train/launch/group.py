@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,12 +19,12 @@ from kronfac.distributed.comm.collectives import LostRankError
 from kronfac.runs.errors import UserError
 from kronfac.train.launch import ranks
 
-#: Set by our own launcher, which speaks for all ranks.
+#: Set by our own launcher, which prints for all ranks.
 LAUNCHED = "KRONFAC_LAUNCHED"
 #: How long a message between ranks may take.
 TIMEOUT = timedelta(minutes=10)
-#: What messages of lost connections contain, whatever library they come from.
-_LOST = ("connection closed", "connection reset", "gloo", "nccl", "timed out", "broken pipe")
+#: Gloo's errors have no type of their own, but each names the source file that raised it.
+_GLOO_SOURCE = re.compile(r"\[[^\]]*\bgloo/[^\]]*:\d+\]")
 
 
 class LostGroupError(Exception):
@@ -31,13 +32,13 @@ class LostGroupError(Exception):
 
 
 def world_size() -> int:
-    """Ranks that the environment speaks of; 1 without any."""
+    """``WORLD_SIZE`` of the environment; 1 without it."""
     return _number("WORLD_SIZE", 1)
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Be a rank inside, if the environment says so."""
+    """Join the process group inside, if the environment describes one."""
     size = world_size()
     if size == 1:
         yield
@@ -59,7 +60,7 @@ def joined() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Destroy the group after all that refers to it: its threads may not outlive it."""
+    """Destroy the group last: its threads must not outlive it."""
     ranks.forget()
     gc.collect()
     dist.destroy_process_group()
@@ -68,7 +69,7 @@ def _leave() -> None:
 def leave_at_once(code: int) -> None:
     """End the process if it is still in a group, which happens after errors.
 
-    Python's own end would wait for, or stumble over, threads that talk to ranks which are gone.
+    Python's own exit would wait for threads that talk to lost ranks.
     """
     if dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
@@ -77,11 +78,14 @@ def leave_at_once(code: int) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error means that another rank is gone."""
+    """Whether an error means that another rank is gone.
+
+    Our own messages raise :class:`LostRankError`, and torch's other backends and its store raise
+    ``DistError``. What is left are the passes of DistributedDataParallel over Gloo.
+    """
     if isinstance(error, LostRankError | dist.DistError):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _LOST)
+    return type(error) is RuntimeError and _GLOO_SOURCE.search(str(error)) is not None
 
 
 def _join(size: int) -> None:
@@ -117,7 +121,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def _watch_launcher() -> None:
-    """End, with a checkpoint, when the process that started this rank is gone."""
+    """Save a checkpoint and end when the launcher is gone."""
     if os.environ.get(LAUNCHED) is None:
         return
 

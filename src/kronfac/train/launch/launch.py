@@ -21,10 +21,10 @@ from kronfac.train.launch.group import LAUNCHED
 
 #: Exit codes: what a run can end with.
 DONE, FAILED, WRONG, LOST = 0, 1, 2, 3
-#: Seconds that ranks have left once one of them has ended badly.
+#: Seconds that ranks have left once one of them has failed.
 GRACE = 20.0
 _LAST_PORT = 65_535
-#: Ranks that even a small machine may be asked for.
+#: Ranks that even a small machine may start.
 _MOST_RANKS = 64
 
 #: What every rank runs.
@@ -32,7 +32,7 @@ PROGRAM = (sys.executable, "-m", "kronfac")
 
 
 def check_count(count: int) -> None:
-    """Raise if so many ranks would only keep this machine from working."""
+    """Raise if this machine cannot run ``count`` ranks."""
     cores = os.cpu_count() or 1
     most = max(_MOST_RANKS, 4 * cores)
     if count > most:
@@ -43,9 +43,9 @@ def check_count(count: int) -> None:
 
 
 def launch(arguments: Sequence[str], count: int, program: Sequence[str] = PROGRAM) -> int:
-    """Run ``kronfac`` with these arguments on so many ranks; returns the exit code for all of them.
+    """Run ``kronfac`` with these arguments on ``count`` ranks; returns one exit code for all.
 
-    The first rank talks to the user. Signals that end a run are passed on to all.
+    Only the first rank prints. Signals that end a run are passed on to all.
     """
     ranks = _Ranks()
     before = signals.handle(ranks.pass_on)
@@ -70,7 +70,7 @@ class _Ranks:
         self._early: list[int] = []
 
     def start(self, command: list[str], count: int) -> None:
-        """Start them all; signals that come meanwhile are passed on at the end."""
+        """Start all ranks; signals that arrive meanwhile are passed on afterwards."""
         port = _port()
         for rank in range(count):
             self.errors.append(tempfile.TemporaryFile())  # noqa: SIM115
@@ -94,7 +94,7 @@ class _Ranks:
         self._ended.put(rank)
 
     def wait(self) -> list[int | None]:
-        """Exit codes by rank, once all have ended; a bad end of one leaves the others little time."""
+        """Exit codes by rank, once all have ended; after a failure others have ``GRACE`` seconds."""
         deadline: float | None = None
         for _ in self.processes:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -110,7 +110,7 @@ class _Ranks:
         return [process.poll() for process in self.processes]
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Give a signal to all ranks."""
+        """Send a signal to all ranks."""
         if not self._started:
             self._early.append(number)
             return
@@ -119,7 +119,7 @@ class _Ranks:
                 process.send_signal(number)
 
     def end(self) -> None:
-        """End and close what is left."""
+        """Kill what still runs and close its files."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -131,7 +131,7 @@ class _Ranks:
 
 
 def _verdict(codes: list[int | None], first_failed: int | None, errors: list[IO[bytes]]) -> int:
-    """One exit code, and one sentence unless the first rank has said it."""
+    """One exit code, and one sentence unless the first rank has printed it."""
     if all(code == DONE for code in codes):
         return DONE
     if first_failed is None:
@@ -142,7 +142,7 @@ def _verdict(codes: list[int | None], first_failed: int | None, errors: list[IO[
     if first_failed == 0 and code > 0:
         return code
     if codes[0] == code and code > 0:
-        return code  # all have ended for the same reason, and the first one has said it
+        return code  # all have failed for the same reason, and the first one has printed it
     print(_sentence(first_failed, code, errors[first_failed]), file=sys.stderr)
     return code if code == WRONG else FAILED
 

@@ -32,7 +32,7 @@ def restore(before: dict[int, Any]) -> None:
 
 
 class Interruption:
-    """Inside it the first signal is only remembered; a second one ends the program at once.
+    """Inside, the first signal is only recorded; a second one ends the program at once.
 
     Only a second SIGHUP does not: a closed terminal may send several.
     """

@@ -13,8 +13,7 @@ from kronfac.runs.errors import UserError
 from kronfac.train.models.cnn import CNN
 from kronfac.train.models.gpt import GPT
 from kronfac.train.models.mlp import MLP
-from kronfac.train.models.resnet import LAYERS, ResNet
-from kronfac.train.models.resnet_cifar import CifarResNet
+from kronfac.train.models.resnet import LAYERS, CifarResNet, ResNet
 from kronfac.train.models.vit import ViT
 
 __all__ = ["CNN", "GPT", "MLP", "NAMES", "CifarResNet", "ResNet", "ViT", "build"]

@@ -48,14 +48,14 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map token numbers [N, S] to logits [N, S, vocab]."""
-        # Positions of every sample, although they are equal: K-FAC counts samples in the first dimension.
+        # Expanded over samples although they are equal: K-FAC counts samples in the first dimension.
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         x = self.blocks(self.tokens(ids) + self.positions(places))
         logits: Tensor = self.head(self.norm(x))
         return logits
 
     def _initialise(self) -> None:
-        """Normal of width 0.02; less in front of each shortcut, so that depth does not add up."""
+        """Normal with standard deviation 0.02, and less for layers that end in a shortcut, by depth."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 into_shortcut = name.endswith(("attention.out", "down"))

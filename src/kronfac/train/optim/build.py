@@ -132,9 +132,9 @@ def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind:
 def _kfac_groups(
     model: nn.Module, base: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Parameters that K-FAC steps at its own length, and the others at theirs.
+    """Parameter groups: those that K-FAC preconditions, and the others.
 
-    K-FAC's momentum does not reach the others at unit and orthogonal steps, so that they get the same
+    With unit and orthogonal steps K-FAC's momentum does not reach the others. They get the same
     from the base optimizer.
     """
     own_length = own.get("rescale") in ("unit", "orthogonal")

@@ -33,7 +33,7 @@ class Steps:
         return max(1, round(value)) if self.whole else value
 
     def after(self, passed: int) -> float:
-        """The value after so many of the epochs, not rounded."""
+        """The value after ``passed`` of the epochs, not rounded."""
         try:
             return self.start * self.factor**passed
         except OverflowError:
@@ -80,7 +80,7 @@ def _number(value: Any) -> float:
 
 
 def _check_values(name: str, steps: Steps) -> None:
-    """What a schedule comes to is told before the run, not in the middle of it."""
+    """Refuse values of a schedule before the run, not in the middle of it."""
     check = check_fraction if name == "decay" else check_positive
     for passed in range(len(steps.epochs) + 1):
         when = f"after {passed} of its epochs" if passed else "at the start"

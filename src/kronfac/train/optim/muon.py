@@ -65,7 +65,7 @@ def hidden_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _as_matrix(weight: nn.Parameter) -> nn.Parameter:
-    """A matrix that shares the weight's memory, so that a step on one is a step on the other."""
+    """A matrix that shares the weight's memory: a step on one is a step on the other."""
     matrix = nn.Parameter(_rows(weight, weight.detach()))
     assert matrix.data_ptr() == weight.data_ptr()
     return matrix

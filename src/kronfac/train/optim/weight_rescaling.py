@@ -1,7 +1,7 @@
 """Weight rescaling (Osawa et al.): after each update ``‖w‖`` is brought back to ``√(2·d_out)``.
 
-A layer in front of a norm layer does not depend on the length of its weight, but its gradient does, as
-``1/‖w‖``: weights that grow would let the effective learning rate die.
+The output of a layer in front of a norm layer does not depend on the norm of its weight, but its
+gradient does, as ``1/‖w‖``: growing weights would let the effective learning rate vanish.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _EPSILON = 1e-9
 class WeightRescaling:
     """Shortens the weights of linear and convolution layers that are longer than ``√(2·d_out)``.
 
-    Weights that are not longer, biases and everything else stay as they are. Nothing waits for the
-    device.
+    Weights that are not longer, biases and everything else stay as they are. No host
+    synchronisation.
 
     Args:
         model: whose weights; plain or wrapped.

@@ -65,11 +65,11 @@ def change(recipe: Recipe, changes: Iterable[str] | Mapping[str, Any]) -> Recipe
     Another ``model.name`` or ``data.name`` leaves nothing of its table but what is among the changes.
     """
     if not isinstance(changes, Mapping):
-        pairs = [parse(text) for text in changes]
+        items = [parse(text) for text in changes]
     else:
-        pairs = list(changes.items())
+        items = list(changes.items())
     content = copy.deepcopy(recipe.to_dict())
-    for key, value in sorted(pairs, key=lambda pair: _FIRST.get(pair[0], 2)):
+    for key, value in sorted(items, key=lambda item: _FIRST.get(item[0], 2)):
         _set(content, key, value)
     return Recipe.from_dict(recipe.name, content)
 

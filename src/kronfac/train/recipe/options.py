@@ -44,7 +44,7 @@ _SWITCHES = (
     *("nesterov", "base_nesterov", "amsgrad"),
     *("merge_dims", "normalize_gradient", "correct_bias"),
 )
-#: Options that torch looks at too late or not at all: what they must be, and how that is told.
+#: Options that torch looks at too late or not at all: a check, and the words for what is allowed.
 _WANTED: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (_NOT_NEGATIVE, "a number of at least 0", _is_positive_or_0),
     (_MOMENTA, "a number in [0, 1)", _is_share),

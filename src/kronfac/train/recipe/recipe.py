@@ -18,11 +18,11 @@ KINDS = ("sgd", "adamw", "muon", "soap", "kfac")
 SHORT = ("epochs", "steps")
 #: Keys of a recipe that stand outside of tables.
 _TEXTS = ("description", "source", "optimizer")
-#: Of each pair only one may be given, so that a newer one takes the place of the other.
+#: Only one of two such keys may be given; a newer one replaces the other.
 EXCLUSIVE = {
     one: other
-    for pair in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
-    for one, other in (pair, pair[::-1])
+    for keys in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
+    for one, other in (keys, keys[::-1])
 }
 #: More steps, samples or epochs than any run has: what is more is a slip.
 _MOST = 10**12
@@ -344,7 +344,7 @@ def _optimizer(
     changes |= {key: table.pop(key) for key in SHORT if key in table}
     shapes = _table({"schedule": table.pop("schedule", {})}, "schedule", where)
     part = OptimizerPart(name, kind, table, changes, shapes)
-    # Keys and types that are wrong in a table are told when the recipe is read, not when its turn comes.
+    # Keys and types that are wrong in a table are refused when the recipe is read, not when it is used.
     fill(TrainPart, _merged(train, changes), f"{where}.train" if changes else "train")
     fill(SchedulePart, _merged(schedule, shapes), f"{where}.schedule" if shapes else "schedule")
     _check_options(part)

@@ -1,4 +1,4 @@
-"""What K-FAC counts, over all parts of a run that was interrupted."""
+"""K-FAC's counters over the whole run, also when it was interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a run has taken."""
+"""Peak memory of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROCESS = Path("/proc/self")
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let :func:`peak_bytes` begin anew; what an earlier run of this process has left is given back.
+    """Reset :func:`peak_bytes`, and free what an earlier run of this process has left.
 
     Where a system cannot do that, the peak stays that of the process.
     """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole and sound, told in one sentence before anything is loaded from it."""
+"""Checks that a checkpoint is complete and valid, before anything is loaded from it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _folder_in(archive: zipfile.ZipFile) -> str | None:
 
 
 def check_content(content: dict[str, Any], path: Path) -> None:
-    """Raise unless all that a run goes on from is there, of the right kind, and finite."""
+    """Raise unless everything that a resume needs is there, of the right kind, and finite."""
     refuse_first(_problems(content), path)
 
 

@@ -1,4 +1,4 @@
-"""Saving a run whole, and going on from it to the same numbers."""
+"""Saving a run, and resuming it bit for bit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kronfac.train.run.resume_checks import check_steps
 from kronfac.train.run.target import first_reached
 
 FORMAT = 2
-#: What loading into another model or optimizer stumbles over.
+#: What loading into another model or optimizer raises.
 _MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 def save(path: Path, loop: Loop) -> None:
-    """Write a checkpoint in the place of the last one; all ranks call it together."""
+    """Replace the last checkpoint; all ranks call it together."""
     content = collect(loop)
     loop.setup.ranks.on_first(lambda: disk.replace(path, lambda file: torch.save(content, file)))
 
@@ -69,9 +69,9 @@ def _mixup_state(loop: Loop) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; one that is damaged or not whole is a :class:`UserError`."""
+    """Read a checkpoint; a damaged or incomplete one is a :class:`UserError`."""
     if not path.is_file():
-        raise UserError(f"there is no checkpoint {path}, so that nothing can be resumed.")
+        raise UserError(f"there is no checkpoint {path}: nothing can be resumed.")
     check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -107,7 +107,7 @@ def restore(loop: Loop, content: dict[str, Any], path: Path) -> None:
 
 
 def _check_fit(loop: Loop, content: dict[str, Any], path: Path) -> None:
-    """Raise unless the state is a whole one of this run, before any of it is loaded."""
+    """Raise unless the state is complete and of this run, before any of it is loaded."""
     check_optimizer(content["optimizer"], loop.setup.optimizer, content["step"], path)
     check_counts(content["stats"], loop.counters.total(), path)
     if loop.stepper.mixup is not None:

@@ -32,17 +32,17 @@ class TrainingClock:
         self._waited = 0.0
 
     def start(self) -> None:
-        """Training begins or goes on."""
+        """Start or continue timing."""
         self._started = self._now(sync=True)
 
     def pause(self) -> None:
-        """Something that is not training follows."""
+        """Stop timing: what follows is not training."""
         if self._started is not None:
             self.seconds += self._now(sync=True) - self._started
             self._started = None
 
     def waiting(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; how long each is waited for is the phase ``data`` of its step."""
+        """The same batches; the wait for each is the phase ``data`` of its step."""
         coming = iter(batches)
         while True:
             begun = self._now(sync=False)

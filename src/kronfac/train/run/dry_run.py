@@ -1,4 +1,4 @@
-"""Building what several runs need before the first of them: mistakes do not wait for their turn."""
+"""A dry run: build what several runs need before the first of them starts, to find mistakes early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kronfac.train.run.stepping import Stepper
 
 
 def dry_run(jobs: Sequence[Job], ranks: Ranks, device: torch.device, data_dir: Path | None) -> None:
-    """Build model, optimizer and schedule of jobs on the same data, and let go of them.
+    """Build model, optimizer and schedule of jobs on the same data, and discard them.
 
     Anything that cannot be used is a :class:`UserError`; all ranks call it together.
     """

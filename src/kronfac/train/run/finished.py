@@ -1,4 +1,4 @@
-"""The result of a run that has nothing left to do, as its folder tells it."""
+"""The result of a finished run, read from its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kronfac.train.run.target import first_reached
 def result_of(
     folder: RunFolder, saved: dict[str, Any], job: Job, stop_at_target: bool
 ) -> Result | None:
-    """What a finished run came to; ``None`` if there is something left to do.
+    """The result of a finished run; ``None`` if there is something left to do.
 
     Args:
         folder: of the run.

@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, events and checkpoints, each at its time."""
+"""The training loop: steps, evaluations, events and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kronfac.options.errors import UnsolvableError
 from kronfac.runs.events import Recorder
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.record.counters import Counters
@@ -20,16 +21,14 @@ from kronfac.train.run.setup import Setup
 from kronfac.train.run.stepping import Stepper
 from kronfac.train.run.target import first_reached
 
-#: What ranks tell each other, beside numbers of signals, which are smaller.
+#: A flag that ranks exchange; the others are numbers of signals, which are smaller.
 _NOT_FINITE = 1000
-#: K-FAC gives up, on all ranks together, with a sentence that contains this.
-_UNSOLVED = "could not be solved"
 
 Save = Callable[["Loop"], None]
 
 
 class Loop:
-    """Trains from where it is to the end, a signal, a failure or the target."""
+    """Trains until the end, a signal, a failure or the target."""
 
     def __init__(
         self,
@@ -83,9 +82,7 @@ class Loop:
         """Returns why it ended: 0 for the end, else a flag that all ranks have agreed on."""
         try:
             flag = self._steps()
-        except RuntimeError as error:
-            if _UNSOLVED not in str(error):
-                raise
+        except UnsolvableError as error:  # all ranks raise it together
             self.clock.pause()
             self.result.message = str(error)
             flag = _NOT_FINITE
@@ -120,7 +117,7 @@ class Loop:
         due = self._is_due(self.setup.job.train.evaluate_every)
         saves = self._is_due(self.setup.job.train.checkpoint_every)
         if due or saves or self.step == self.setup.steps:
-            # What is saved or tested must be known to be sound on all ranks.
+            # Only a finite loss on all ranks is saved or tested.
             flag = max(flag, self.setup.ranks.agree_now(self._flag(loss, looks=True)))
         if flag < _NOT_FINITE and due:
             self._evaluate()
@@ -134,7 +131,7 @@ class Loop:
         return self.signal()
 
     def _is_due(self, epochs: float) -> bool:
-        """Whether a multiple of so many epochs ends with the last step, or training does."""
+        """Whether the last step completed a multiple of ``epochs``, or training."""
         if not epochs:
             return False
         per = max(1.0, epochs * self.setup.steps_per_epoch)
@@ -146,7 +143,7 @@ class Loop:
         reached = self.stop_at_target and self.result.target is not None
         return reached or self.step >= self.setup.steps
 
-    # --- what is told ---------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> float:
@@ -188,13 +185,12 @@ class Loop:
         )
 
     def _kfac_fields(self) -> dict[str, Any]:
-        """What only K-FAC has; ``kl_clip`` is the share of shortened steps among those since the last."""
+        """K-FAC's own fields; ``kl_clip`` is the share of shortened steps since the last event."""
         if (kfac := kfac_of(self.setup.optimizer)) is None:
             return {}
         stats = self.counters.since_last()
         clipped = stats["kl_clip_active"] / max(1, stats["kl_clip_steps"])
-        ours = kfac._preconditioner
-        momentum = float(ours.schedules.at("momentum", ours.clock.step))
+        momentum = kfac.value_now("momentum")
         momentum = momentum or float(kfac.param_groups[0].get("momentum", 0.0))
         return {"damping": stats["damping"], "kl_clip": clipped, "momentum": momentum}
 

@@ -1,7 +1,7 @@
-"""Whether a saved optimizer state has all that an optimizer needs to go on to the same numbers.
+"""Checks that a saved optimizer state is complete: a resume must be bit for bit.
 
-Loading alone does not tell: torch and K-FAC take a state without some tensors for one that has not
-begun, and would start those again from nothing.
+Loading alone does not show it: torch and K-FAC treat missing tensors as not yet initialised, and
+would start them again from zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kronfac.train.run.checkpoint_checks import members, refuse_first, shown
 
 
 def check_optimizer(saved: dict[str, Any], optimizer: Any, step: int, path: Path) -> None:
-    """Raise unless ``saved``, after so many steps, is a whole state of this optimizer."""
+    """Raise unless ``saved``, after ``step`` steps, is a complete state of this optimizer."""
     refuse_first(_problems(saved, optimizer, step), path)
 
 
@@ -30,7 +30,7 @@ def check_counts(saved: dict[str, Any], fresh: Mapping[str, Any], path: Path) ->
 
 
 def check_mixup(saved: dict[str, Tensor], batch: int, step: int, path: Path) -> None:
-    """Raise unless the last mixed batch is there, whole, after so many steps."""
+    """Raise unless the last mixed batch is complete after ``step`` steps."""
     refuse_first(_mixup_problems(saved, batch, step), path)
 
 

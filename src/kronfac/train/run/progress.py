@@ -34,7 +34,7 @@ class Progress:
         self.target: Event = {}
 
     def __call__(self, event: Event) -> None:
-        """Take in one event and show it; output that nobody takes does not end the run."""
+        """Process one event and show it; a closed output does not end the run."""
         try:
             self._take(event)
         except OSError as error:
@@ -61,7 +61,7 @@ class Progress:
         self.show(kind)
 
     def show(self, kind: str) -> None:
-        """Bring the display up to date after an event of this kind."""
+        """Update the display after an event of this kind."""
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
@@ -89,7 +89,7 @@ class Progress:
         return max(self.step, self.tested or self.step, key=lambda event: int(event["step"]))
 
     def where(self) -> str:
-        """How far training is, and how good."""
+        """Progress, loss and accuracy."""
         now, steps = self.now, self.start["steps"]
         whole = steps / self.start["steps_per_epoch"]
         text = f"step {now['step']:,}/{steps:,}  epoch {now['epoch']:.2f}/{whole:.2f}"
@@ -102,7 +102,7 @@ class Progress:
         return text
 
     def speed(self, brief: bool = False) -> str:
-        """How fast it is, how long it will take, and what K-FAC and waiting for data take."""
+        """Speed, remaining time, and the shares of K-FAC and of waiting for data."""
         unit = "texts" if self.start.get("samples") == "text" else "images"
         rate = self.step["samples_per_second"]
         left = (self.start["steps"] - self.now["step"]) * self.start["batch"] / max(rate, 1e-9)
@@ -114,7 +114,7 @@ class Progress:
 
 
 def warnings_only(event: Event) -> None:
-    """What is said without progress: warnings, where errors go."""
+    """No progress: only warnings, on standard error."""
     if event["event"] == "warning":
         output.complain(f"warning: {event['message']}")
 

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Result:
         memory: the most bytes that were in use.
         folder: the run folder, if there is one.
         metric: what it is judged by, ``"accuracy"`` or ``"loss"``.
-        was_finished: the run to resume had come to its end before, so that nothing was done.
+        was_finished: the run to resume was finished before, and nothing was done.
     """
 
     status: Status = "done"

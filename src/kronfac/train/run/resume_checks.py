@@ -1,4 +1,4 @@
-"""Whether a run folder belongs to what is asked for: a resumed run must come to the same numbers."""
+"""Checks that a run folder belongs to this job: a run must resume bit for bit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kronfac.train.record.folder import RunFolder
 
 #: Keys of [train] that say what is aimed at.
 TARGETS = ("target", "target_loss")
-#: Keys of [train] that do not change the numbers, so that a resumed run may have others.
+#: Keys of [train] that do not change the numbers: a resumed run may have others.
 FREE = (*TARGETS, "log_every", "evaluate_every", "evaluate_batch", "checkpoint_every")
-#: Two ways to say how long a run is, of which :func:`check_folder` compares the meaning.
+#: Two ways to give the length of a run; :func:`check_folder` compares the number of steps.
 _LENGTH = ("steps", "epochs")
 _PARTS = {"model": ModelPart, "data": DataPart, "train": TrainPart, "schedule": SchedulePart}
 
 
 def check_folder(folder: RunFolder, job: Job, free: Collection[str] = FREE) -> None:
-    """Raise unless the run in a folder is this job, as long as this one; no data are needed for it."""
+    """Raise unless the run in a folder is this job with the same length; needs no data."""
     settings = folder.read_config()["settings"]
     check_job(settings, job, folder.path, free)
     _check_length(settings["train"], job.train, folder)

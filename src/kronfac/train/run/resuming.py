@@ -1,4 +1,4 @@
-"""What the folder of a run says about how it was started, so that nobody has to say it again."""
+"""How a run was started, read from its folder: ``--resume`` needs no other flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT = "digits"
 
 @dataclass(frozen=True)
 class Known:
-    """What the folder to go on with says about its start; nothing for a new run."""
+    """How the run to resume was started; empty for a new run."""
 
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Known:
 
 
 def complete(options: Namespace) -> Known:
-    """Fill in what a folder to go on with knows: optimizer, seed and flags, unless they are given."""
+    """Fill in optimizer, seed and flags of the run to resume, unless they are given."""
     known = Known()
     if options.resume is not None:
         folder = _named(options.resume) if options.resume else _last(options)
@@ -89,7 +89,7 @@ def _named(name: str) -> Path:
     folder = Path(name)
     if not folder.exists() and name in recipe_files.shipped():
         raise UserError(
-            f"--resume {name}: {name!r} is a recipe and no run folder; to go on with its last run, "
+            f"--resume {name}: {name!r} is a recipe and no run folder; to resume its last run, "
             f"write `kronfac train {name} --resume`."
         )
     return folder
@@ -104,6 +104,6 @@ def _last(options: Namespace) -> Path:
 def _newest(folder: Path) -> dict[str, Any]:
     found = list(folder.glob("*/config.json"))
     if not found:
-        raise UserError(f"{folder} holds no runs, so that nothing can be resumed.")
+        raise UserError(f"{folder} holds no runs: nothing can be resumed.")
     newest = max(found, key=lambda path: path.stat().st_mtime_ns)
     return RunFolder(newest.parent).read_config()

@@ -23,8 +23,7 @@ from kronfac.train.record import environment, loggers
 from kronfac.train.record.folder import RunFolder, as_json
 from kronfac.train.record.layer_table import describe_layers
 from kronfac.train.record.memory import forget_peak
-from kronfac.train.run import checkpointing, finished
-from kronfac.train.run import resume_checks as belonging
+from kronfac.train.run import checkpointing, finished, resume_checks
 from kronfac.train.run.loop import Loop
 from kronfac.train.run.result import Result
 from kronfac.train.run.setup import Setup, prepare
@@ -68,13 +67,13 @@ def train(
         optimizer: a table of the recipe; by default the one that it names.
         seed: by default the recipe's.
         out: the run folder to write, which must not exist; without it nothing is written.
-        resume: a run folder to go on with instead, to the same numbers.
+        resume: a run folder to resume instead, bit for bit.
         data_dir: where data sets are.
         device: by default a GPU if there is one.
         stop_at_target: end when the recipe's target is reached.
         listeners: called with every event, on the first rank.
         log: names of :data:`kronfac.train.record.loggers.LOGGERS`.
-        origin: what ``config.json`` tells about the start.
+        origin: what ``config.json`` records about the start.
 
     With a folder, SIGINT, SIGTERM and SIGHUP end the run with a checkpoint after the current step. A
     run to resume that has nothing left to do is left as it is.
@@ -129,14 +128,14 @@ class _Run:
         )
 
     def restore(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint; without one, from the start."""
+        """Resume from a checkpoint; without one, start from step 0."""
         if saved and self.folder is not None:
             checkpointing.restore(self.loop, saved, self.folder.checkpoint)
         if saved is not None:
             self.resumed = self.loop.step
 
     def open(self, new: bool, log: Sequence[str], config: dict[str, Any]) -> None:
-        """Make the folder, or open it again; only on the first rank."""
+        """Create the folder, or reopen it; only on the first rank."""
         assert self.folder is not None
         setup, folder = self.setup, self.folder
         if new:
@@ -153,7 +152,7 @@ class _Run:
         self.record.listeners[:0] = [self.file, *made]
 
     def go(self) -> Result:
-        """Run the loop; whatever ends it leaves a last event."""
+        """Run the loop; every end, also an exception, writes a last event."""
         try:
             handling = self.interruption if self.folder is not None else nullcontext()
             with handling, self._noted_warnings():
@@ -192,7 +191,7 @@ class _Run:
         }
 
     def _describe(self) -> None:
-        """Tell what K-FAC did with each layer."""
+        """Record what K-FAC did with each layer."""
         if (kfac := kfac_of(self.setup.optimizer)) is not None:
             self.record("layers", **describe_layers(kfac, self.loop.clock.layers))
 
@@ -206,7 +205,7 @@ class _Run:
             )
 
     def _note_failure(self, error: BaseException) -> None:
-        """The cause of the end is more important than that it can be written down."""
+        """Write the last event; a failure to write must not hide the error that ended the run."""
         message = " ".join(str(error).split()) or type(error).__name__
         with suppress(UserError, ValueError):
             self.record("failure", step=self.loop.step, message=message)
@@ -289,18 +288,18 @@ def _folder(out: Path | str | None, resume: Path | str | None) -> RunFolder | No
 
 def _saved(folder: RunFolder, job: Job) -> dict[str, Any]:
     """The checkpoint of a folder; nothing if the run ended before its first one."""
-    belonging.check_folder(folder, job)
+    resume_checks.check_folder(folder, job)
     if not folder.checkpoint.is_file():
         return {}
     content = checkpointing.load(folder.checkpoint)
-    belonging.check_job(content["job"], job, folder.checkpoint)
+    resume_checks.check_job(content["job"], job, folder.checkpoint)
     return content
 
 
 def _kept(
     recipe: Recipe, data_dir: Path | str | None, stop_at_target: bool, log: Sequence[str]
 ) -> dict[str, Any]:
-    """What a resume needs, wherever it is started and whatever has become of the recipe's file."""
+    """What a resume needs, from any directory and without the recipe's file."""
     return {
         "recipe": recipe.to_dict(),
         "data_dir": None if data_dir is None else str(Path(data_dir).expanduser().absolute()),

@@ -45,19 +45,19 @@ class Setup:
 
     @property
     def metric(self) -> str:
-        """What the target is about."""
+        """The metric of the target."""
         by_loss = self.source.kind == "text" or self.job.train.target_loss is not None
         return "loss" if by_loss else "accuracy"
 
 
 def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None) -> Setup:
-    """Load the data and build the rest; all ranks come to the same weights."""
+    """Load the data and build the rest; all ranks get the same weights."""
     check_batch(job, ranks.size)
     return build(job, ranks, device, load_data(job, data_dir))
 
 
 def check_batch(job: Job, ranks: int) -> None:
-    """Raise unless every one of so many ranks gets the same share of a batch."""
+    """Raise unless a batch can be divided equally among the ranks."""
     train = job.train
     shares = ranks * train.micro_batches
     if train.batch % shares:

@@ -28,8 +28,7 @@ class Stepper:
         self.mixup = _mixup(setup) if train.mixup else None
         self._rescaling = WeightRescaling(setup.plain) if train.weight_rescaling else None
         kfac = kfac_of(setup.optimizer)
-        sampled = kfac is not None and kfac._preconditioner.options.sampled
-        self._observes = kfac if sampled else None
+        self._observes = kfac if kfac is not None and kfac.needs_observe else None
         self._labels = torch.Generator(setup.device)
         self._momentum: TiedMomentum | None = None
         if setup.job.schedule.tied_momentum:
@@ -55,11 +54,11 @@ class Stepper:
         return loss
 
     def _seed(self, step: int) -> None:
-        """Random numbers of a step depend on nothing that came before: resuming needs no state."""
+        """Seed by step: random numbers depend on no earlier step, and resuming needs no state."""
         job, ranks = self.setup.job, self.setup.ranks
         seed = (job.seed * 1_000_003 + step) * 1_009 + ranks.rank
         torch.manual_seed(seed)
-        self._labels.manual_seed(-1 - seed)  # others than those of dropout
+        self._labels.manual_seed(-1 - seed)  # not those of dropout
 
     def _set_rates(self, step: int) -> None:
         factor = self.setup.rate((step + 0.5) / self.setup.steps_per_epoch)
@@ -87,7 +86,7 @@ class Stepper:
         return nullcontext()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The training loss of some samples; K-FAC draws labels of its own if its Fisher wants them."""
+        """The training loss of some samples; K-FAC draws labels of its own if its Fisher needs them."""
         train = self.setup.job.train
         if train.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)

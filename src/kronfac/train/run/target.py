@@ -1,4 +1,4 @@
-"""When a run reaches what it aims at: at the first evaluation that is good enough."""
+"""When a run reaches its target: at the first evaluation that is good enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kronfac.train.run.result import Reached
 
 
 def first_reached(train: TrainPart, curve: Iterable[Evaluation]) -> Reached | None:
-    """The first evaluation that meets the target of now, whatever was aimed at when it was made."""
+    """The first evaluation that meets the current target, which may have changed since."""
     found = next((one for one in curve if _meets(train, one)), None)
     return None if found is None else Reached(found.step, found.seconds)
 
