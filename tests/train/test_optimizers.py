@@ -14,7 +14,9 @@ from kronfac.runs.errors import UserError
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.kfac_schedules import as_callable
 from kronfac.train.optim.muon import Composite, FlatMuon, hidden_weights
+from kronfac.train.recipe.options import check_options, kinds
 from kronfac.train.recipe.recipe import OptimizerPart
+from tests.methods import toys
 
 
 def net() -> nn.Module:
@@ -182,3 +184,18 @@ def test_options_of_the_rest_hold_whatever_the_length_of_steps(key: str) -> None
     """Not only where K-FAC's own steps have a length of their own."""
     optimizer = build("kfac", rescale="kl-clip", **{f"other_{key}": 0.25})
     assert [group[key] for group in optimizer.param_groups] == [0.0, 0.25]
+
+
+def test_a_registered_method_is_a_kind_of_optimizer() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = build("rankone", model, decay=0.5, base_momentum=0.9)
+    assert isinstance(optimizer, toys.RankOne)
+    take_step(model, optimizer)
+    assert optimizer.stats()["refreshes"] == 2
+
+
+def test_options_of_a_registered_method_are_checked() -> None:
+    check_options("rankone", {"lr": 0.1, "decay": 0.5}, "optimizers.toy")
+    with pytest.raises(UserError, match="unknown key 'solver'"):
+        check_options("rankone", {"lr": 0.1, "solver": "eigen"}, "optimizers.toy")
+    assert {"kfac", "rankone"} <= set(kinds())

@@ -12,7 +12,7 @@ import torch
 from kronfac.cli import _parser
 from kronfac.train.launch.ranks import Ranks
 from kronfac.train.recipe.files import load
-from kronfac.train.recipe.options import KEYS, KFAC_KEYS
+from kronfac.train.recipe.options import keys_of, method_keys
 from kronfac.train.recipe.recipe import DataPart, Recipe, SchedulePart, TrainPart
 from kronfac.train.run.setup import prepare
 
@@ -61,7 +61,7 @@ def test_every_key_of_a_recipe_is_described(part: type) -> None:
 
 
 def test_every_key_of_kfac_that_only_recipes_have_is_described() -> None:
-    for key in set(KEYS["kfac"]) - set(KFAC_KEYS):
+    for key in set(keys_of("kfac")) - set(method_keys("kfac")):
         assert re.search(rf"`{key}\b|^{key} = ", PAGE, flags=re.MULTILINE), key
 
 

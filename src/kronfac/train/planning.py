@@ -14,6 +14,7 @@ from kronfac.runs.errors import UserError
 from kronfac.train import data, models
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
+from kronfac.train.recipe.options import methods
 from kronfac.train.recipe.recipe import Job, Recipe
 
 #: The largest cluster that can be planned; the cost of every rank is computed.
@@ -40,9 +41,11 @@ def plan(
         raise UserError(f"--gbit {gbit:g} must be positive.")
     if not 0 <= latency < math.inf:
         raise UserError(f"--latency {latency:g} must be 0 or more.")
-    name = next((one.name for one in recipe.optimizers.values() if one.kind == "kfac"), None)
+    name = next((one.name for one in recipe.optimizers.values() if one.kind in methods()), None)
     if name is None:
-        raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
+        raise UserError(
+            f"recipe {recipe.name!r} has no optimizer of kind 'kfac', or of another method, to plan for."
+        )
     job = recipe.job(name)
     form = data.form(job.data.name, data_dir, **job.data.options)
     optimizer = _kfac(job, form)

@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronfac.layers.selection import unwrap
-from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.kfac.front import param_groups
 from kronfac.placement.scheme import Hybrid
 from kronfac.runs.errors import UserError
 from kronfac.train.optim.composite import Composite
 from kronfac.train.optim.kfac_schedules import SCHEDULED, as_callable
 from kronfac.train.optim.muon import muon_with_adamw
-from kronfac.train.recipe.options import KFAC_KEYS
+from kronfac.train.recipe.options import method_keys, methods
 from kronfac.train.recipe.recipe import OptimizerPart
 
 #: Packages that some kinds of optimizers come from.
@@ -87,7 +87,7 @@ def _build(
         return _muon(plain, options)
     if name == "soap":
         return _soap(plain, options)
-    return _kfac(model, options, steps_per_epoch, kind)
+    return _method(name, model, options, steps_per_epoch, kind)
 
 
 def _muon(model: nn.Module, options: dict[str, Any]) -> Steppable:
@@ -109,12 +109,16 @@ def _soap(model: nn.Module, options: dict[str, Any]) -> Steppable:
     return optimizer
 
 
-def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str) -> Steppable:
-    own = {key: options[key] for key in KFAC_KEYS if key in options}
+def _method(
+    name: str, model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str
+) -> Steppable:
+    """K-FAC or another registered method."""
+    make = methods()[name]
+    own = {key: options[key] for key in method_keys(name) if key in options}
     base = {key: value for key, value in options.items() if key not in own}
-    for name in SCHEDULED:
-        if name in own:
-            own[name] = as_callable(name, own[name], steps_per_epoch)
+    for option in SCHEDULED:
+        if option in own:
+            own[option] = as_callable(option, own[option], steps_per_epoch)
     if own.get("rescale") == "none":  # TOML knows no None
         own["rescale"] = None
     if isinstance(own.get("distribute"), float):
@@ -123,9 +127,10 @@ def _kfac(model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind:
         own.setdefault("loss_average", "token")
     groups = _kfac_groups(unwrap(model), base, own)
     if base.get("other", "same") == "same":
-        return KFAC(model, _kfac_base(groups, base), **own)
+        found: Steppable = make(model, _kfac_base(groups, base), **own)
+        return found
     matrices, *rest = groups
-    kfac = KFAC(model, _kfac_base([matrices], base), **own)
+    kfac = make(model, _kfac_base([matrices], base), **own)
     return Composite(kfac, _adamw_on_rest(rest, base))
 
 

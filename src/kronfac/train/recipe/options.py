@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kronfac.methods.kfac.front import KFAC
+from kronfac.protocol.registry import optimizers
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
 
@@ -62,10 +62,18 @@ _OTHERS = ("same", "adamw")
 #: What a program sets itself, and what cannot be written in a recipe.
 _NOT_HERE = ("self", "model", "base_optimizer", "grad_scaler", "process_group")
 
-#: Keywords of ``kronfac.KFAC`` that a recipe may set.
-KFAC_KEYS = tuple(
-    name for name in inspect.signature(KFAC.__init__).parameters if name not in _NOT_HERE
-)
+
+def methods() -> dict[str, type]:
+    """Optimizers of all registered methods, by the kind that recipes call them: ``"kfac"``, ..."""
+    return {name.lower(): optimizer for name, optimizer in optimizers().items()}
+
+
+def method_keys(kind: str) -> tuple[str, ...]:
+    """Keywords of a method's optimizer that a recipe may set."""
+    signature = inspect.signature(methods()[kind])
+    return tuple(name for name in signature.parameters if name not in _NOT_HERE)
+
+
 #: The base optimizers that K-FAC may have, with their options.
 BASES: dict[str, tuple[str, ...]] = {
     "sgd": ("base_momentum", "base_nesterov", "weight_decay"),
@@ -88,33 +96,38 @@ KEYS: dict[str, tuple[str, ...]] = {
         "correct_bias",
         "eps",
     ),
-    "kfac": (
-        "lr",
-        "base",
-        *KFAC_KEYS,
-        *dict.fromkeys(key for keys in BASES.values() for key in keys),
-        "other",
-        "other_lr",
-        "other_betas",
-        "other_momentum",
-        "other_weight_decay",
-    ),
 }
+
+
+def kinds() -> tuple[str, ...]:
+    """Kinds of optimizers that a recipe may name."""
+    return (*KEYS, *methods())
+
+
+def keys_of(kind: str) -> tuple[str, ...]:
+    """Options that a kind of optimizer takes in a recipe."""
+    if kind in KEYS:
+        return KEYS[kind]
+    bases = dict.fromkeys(key for keys in BASES.values() for key in keys)
+    others = ("other", "other_lr", "other_betas", "other_momentum", "other_weight_decay")
+    return ("lr", "base", *method_keys(kind), *bases, *others)
 
 
 def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
     """Raise unless every option is one of this kind and learning rates are usable."""
+    known = keys_of(kind)
+    own = method_keys(kind) if kind in methods() else ()
     for key, value in options.items():
-        if key not in KEYS[kind]:
-            raise UserError(f"unknown key {key!r} in [{where}]; {advice(key, KEYS[kind])}")
-        if kind != "kfac" or key not in KFAC_KEYS:  # K-FAC checks its own, which may be schedules
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in [{where}]; {advice(key, known)}")
+        if key not in own:  # a method checks its own, which may be schedules
             _check_value(key, value, where)
     if "lr" not in options:
         raise UserError(f"[{where}] has no 'lr'; give one, for example {where}.lr = 0.1")
     base = options.get("base", "sgd")
     if not isinstance(base, str) or base not in BASES:
         raise UserError(f"{where}.base = {base!r} is not supported; {advice(str(base), BASES)}")
-    if kind == "kfac":
+    if kind in methods():
         _check_other(options, where)
         if options.get("rescale") == "quadratic":
             raise UserError(
@@ -122,9 +135,11 @@ def check_options(kind: str, options: Mapping[str, Any], where: str) -> None:
                 "choose another one, 'unit' for example."
             )
         for key in options:
-            own = [name for name, keys in BASES.items() if key in keys]
-            if own and base not in own and key not in KFAC_KEYS:
-                raise UserError(f"{where}.{key} is an option of base {own[0]!r}, not of {base!r}.")
+            having = [name for name, keys in BASES.items() if key in keys]
+            if having and base not in having and key not in own:
+                raise UserError(
+                    f"{where}.{key} is an option of base {having[0]!r}, not of {base!r}."
+                )
 
 
 def _check_value(key: str, value: Any, where: str) -> None:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
+from kronfac.train.recipe.options import check_options, kinds
 from kronfac.train.recipe.tables import fill, to_table
 
 #: Kinds of optimizers; the name of a table stands for its kind.
-KINDS = ("sgd", "adamw", "muon", "soap", "kfac")
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")
 #: Keys of a recipe that stand outside of tables.
@@ -337,8 +337,8 @@ def _optimizer(
             f"[{where}]: {name!r} cannot be the name of an optimizer; use letters, digits, '-', '_'."
         )
     kind = table.pop("kind", name)
-    if kind not in KINDS:
-        hint = advice(str(kind), KINDS)
+    if kind not in kinds():
+        hint = advice(str(kind), kinds())
         raise UserError(f"unknown kind {kind!r} of optimizer in [{where}]; {hint}")
     changes = _table({"train": table.pop("train", {})}, "train", where)
     changes |= {key: table.pop(key) for key in SHORT if key in table}
@@ -352,6 +352,4 @@ def _optimizer(
 
 
 def _check_options(part: OptimizerPart) -> None:
-    from kronfac.train.recipe.options import check_options
-
     check_options(part.kind, part.options, f"optimizers.{part.name}")
