@@ -49,7 +49,9 @@ class Coordinator(ABC):
         """Which rank does what; ``None`` in one process."""
 
     @abstractmethod
-    def attach(self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: int) -> None:
+    def attach(
+        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+    ) -> None:
         """Give new layers and parameters their places; those of others do not change."""
 
     @abstractmethod

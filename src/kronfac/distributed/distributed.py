@@ -23,6 +23,7 @@ from kronfac.distributed.coordinator import Coordinator, ParamGroups, Solved
 from kronfac.distributed.exchange import exchange_gradients
 from kronfac.distributed.gather_state import gather_state
 from kronfac.distributed.layout import Layout
+from kronfac.distributed.local import settle_own
 from kronfac.distributed.overview import Overview, overview, solved_by
 from kronfac.distributed.parameter_owners import Ownership
 from kronfac.distributed.reduce import Moment
@@ -78,10 +79,12 @@ class Distributed(Coordinator):
         """Which rank does what."""
         return self.layout.placement
 
-    def attach(self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: int) -> None:
+    def attach(
+        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+    ) -> None:
         """Give new layers and parameters their places; those of others do not change."""
         self._agreed_on_broadcast = False
-        self.layout.attach(states, refresh_every)
+        self.layout.attach(states, refresh_every())
         self.rounds.buckets.clear()
         self.ownership.assign(states, groups)
 
@@ -176,8 +179,7 @@ class Distributed(Coordinator):
     def settle_broadcast(self, states: Sequence[LayerState], normalizer: Normalizer) -> None:
         """Add up over ranks what belongs to inputs that stand for all samples."""
         if self.layout.is_local:
-            broadcast.agree(states, None)
-            broadcast.settle(states, normalizer, add_up=None, adds=True)
+            settle_own(states, normalizer)
             return
         if not self._agreed_on_broadcast:
             self._agreed_on_broadcast = True

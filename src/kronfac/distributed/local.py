@@ -35,7 +35,9 @@ class Local(Coordinator):
         """The process group of these ranks."""
         return dist.group.WORLD
 
-    def attach(self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: int) -> None:
+    def attach(
+        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+    ) -> None:
         """Everything stays here."""
 
     def solved_by(self, state: LayerState) -> str:
@@ -85,8 +87,7 @@ class Local(Coordinator):
 
     def settle_broadcast(self, states: Sequence[LayerState], normalizer: Normalizer) -> None:
         """Turn rows that stand for all samples into contributions."""
-        broadcast.agree(states, None)
-        broadcast.settle(states, normalizer, add_up=None, adds=True)
+        settle_own(states, normalizer)
 
     def observes_gradient(self, state: LayerState) -> bool:
         """Gradients are those of the whole batch."""
@@ -164,6 +165,12 @@ class Local(Coordinator):
 
     def restart(self) -> None:
         """Nothing is under way."""
+
+
+def settle_own(states: Sequence[LayerState], normalizer: Normalizer) -> None:
+    """Turn rows that stand for all samples of this process into contributions."""
+    broadcast.agree(states, None)
+    broadcast.settle(states, normalizer, add_up=None, adds=True)
 
 
 def _has_statistics(state: LayerState) -> bool:

@@ -133,8 +133,10 @@ class Preconditioner:
         self._announce()
 
     def _share_out(self, groups: ParamGroups) -> None:
-        interval = int(self.schedules.at("refresh_every", self.clock.step))
-        self.coordinator.attach(list(self.layers.values()), groups, interval)
+        self.coordinator.attach(list(self.layers.values()), groups, self._interval)
+
+    def _interval(self) -> int:
+        return int(self.schedules.at("refresh_every", self.clock.step))
 
     def detach(self) -> None:
         """Remove every hook and forget all layers, for good."""
