@@ -160,7 +160,7 @@ def measured(rank: int, scheme: Any, wrapped: bool, options: dict[str, Any]) -> 
     for bucket in [*buckets, *ownership._buckets]:
         messages += bucket.flat.tensor.nbytes
         messages += sum(tensor.nbytes for tensor in bucket._scratch.values())
-    broadcasts = [*(ownership._parcels or []), *coordinator.spreading._parcels]
+    broadcasts = [*(ownership._broadcasts or []), *coordinator.spreading._broadcasts]
     messages += sum(broadcast.flat.tensor.nbytes for broadcast in broadcasts)
     return {"printed": printed, "held": held, "messages": messages}
 

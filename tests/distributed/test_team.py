@@ -53,7 +53,7 @@ def test_gradients_follow_when_places_change() -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-            return [broadcast.collectives.members for broadcast in spreading._parcels]
+            return [broadcast.collectives.members for broadcast in spreading._broadcasts]
 
         assert step() == [(0, 1, 2, 3)]
         coordinator.use(

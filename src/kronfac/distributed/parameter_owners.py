@@ -8,7 +8,7 @@ the new weights, so that the base optimizer's state is divided among the ranks a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ class Ownership:
         #: Whether gradients are still each rank's own when a step begins.
         self.reduces = reduces
         self.owners: dict[nn.Parameter, int] = {}
-        self._parcels: list[Broadcast] | None = None
+        self._broadcasts: list[Broadcast] | None = None
         self._buckets: list[Bucket] = []
         self._flags: dict[tuple[float, ...], Tensor] = {}
 
@@ -55,29 +55,34 @@ class Ownership:
         """
         if not self.layout.owns_parameters:
             return
-        before = self.owners
-        self.owners = {}
-        self._parcels, self._buckets = None, []
-        load = [0] * self.layout.world.size
+        self._broadcasts, self._buckets = None, []
+        placed: dict[nn.Parameter, int] = {}
         for state in states:
             for parameter in (state.layer.weight, state.layer.bias):
-                if parameter is not None and parameter not in self.owners:
-                    self.owners[parameter] = self.layout.owner(state)
+                if parameter is not None:
+                    placed.setdefault(parameter, self.layout.owner(state))
         trained = list(dict.fromkeys(p for group in groups for p in group["params"]))
-        self.owners = (
-            before | self.owners
-        )  # the base optimizer's state of the others is where it is
-        self.owners = {p: self.owners[p] for p in trained if p in self.owners}
-        for parameter, owner in self.owners.items():
+        # The others keep their owners: the base optimizer's state of them is there.
+        known = self.owners | placed
+        owners = {p: known[p] for p in trained if p in known}
+        owners |= self._divide([p for p in trained if p not in owners], owners)
+        self.owners = {p: owners[p] for p in trained}
+
+    def _divide(
+        self, rest: Sequence[nn.Parameter], owners: Mapping[nn.Parameter, int]
+    ) -> dict[nn.Parameter, int]:
+        """Give each parameter, the largest first, to the rank that has least."""
+        load = [0] * self.layout.world.size
+        for parameter, owner in owners.items():
             load[owner] += parameter.numel()
         heap = [(size, rank) for rank, size in enumerate(load)]
         heapq.heapify(heap)
-        rest = [(-p.numel(), index, p) for index, p in enumerate(trained) if p not in self.owners]
-        for negative, _, parameter in sorted(rest, key=lambda one: one[:2]):
+        found = {}
+        for parameter in sorted(rest, key=lambda one: -one.numel()):
             size, rank = heapq.heappop(heap)
-            self.owners[parameter] = rank
-            heapq.heappush(heap, (size - negative, rank))
-        self.owners = {p: self.owners[p] for p in trained}
+            found[parameter] = rank
+            heapq.heappush(heap, (size + parameter.numel(), rank))
+        return found
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether this rank steps a parameter."""
@@ -177,15 +182,15 @@ class Ownership:
             return
         with self.phases("spread"), torch.no_grad():
             parameters = list(self.owners)
-            if self._parcels is None:
+            if self._broadcasts is None:
                 collectives = self.layout.world.all
-                self._parcels = make_broadcasts(self._items(), collectives, "spread", None)
-            for broadcast in self._parcels:
+                self._broadcasts = make_broadcasts(self._items(), collectives, "spread", None)
+            for broadcast in self._broadcasts:
                 if broadcast.mine:
                     for key in broadcast.keys:
                         broadcast.put(key, parameters[int(key)].detach())
                 broadcast.launch()
-            for broadcast in self._parcels:
+            for broadcast in self._broadcasts:
                 broadcast.wait()
                 if not broadcast.mine:
                     for key in broadcast.keys:

@@ -17,20 +17,20 @@ class Spreading:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._arranged: tuple[Collectives, tuple[Item, ...]] | None = None
-        self._parcels: list[Broadcast] = []
+        self._broadcasts: list[Broadcast] = []
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the gradients of some layers along the row, and write down what is received."""
         by_key = {self.layout.key(state, "gradient"): state for state in states}
         self._arrange(tuple(self._item(key, state) for key, state in by_key.items()))
-        for broadcast in self._parcels:
+        for broadcast in self._broadcasts:
             if broadcast.mine:
                 for key in broadcast.keys:
                     state = by_key[key]
                     broadcast.put(key, state.layer.gradient() if state.has_gradient else None)
             broadcast.launch()
         rounded = self.layout.settings.wire_dtype is not None
-        for broadcast in self._parcels:
+        for broadcast in self._broadcasts:
             broadcast.wait()
             for key in broadcast.keys:
                 state = by_key[key]
@@ -45,5 +45,5 @@ class Spreading:
         arranged = (self.layout.row, items)
         if arranged != self._arranged:
             wire = self.layout.settings.wire_dtype
-            self._parcels = make_broadcasts(items, self.layout.row, "spread", wire)
+            self._broadcasts = make_broadcasts(items, self.layout.row, "spread", wire)
             self._arranged = arranged
