@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kronfac
 from kronfac.distributed.comm.traffic import Kind, ring_bytes
-from kronfac.distributed.coordinator import unit_of
+from kronfac.distributed.workload import unit_of
 from kronfac.placement.balance import longest_first
 from kronfac.placement.place import Placement, nearest_divisor, place
 from kronfac.placement.scheme import Distribute, Hybrid, as_distribute

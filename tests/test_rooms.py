@@ -32,11 +32,12 @@ ALLOWED = {
     "state": "layers options protocol statistics",
     "adaptive": "options state",
     "capture": "layers options state statistics",
-    "distributed": "linalg placement planner state statistics",
+    "distributed": "capture linalg placement planner state statistics",
     "step": "adaptive capture distributed layers linalg options protocol rescale state statistics",
     "optimizer": "adaptive capture distributed layers options placement protocol rescale state step",
     "methods": "adaptive layers linalg optimizer options placement protocol rescale step",
-    "train": "adaptive distributed layers methods optimizer options placement planner protocol report runs state",
+    "train": "adaptive distributed layers methods optimizer options placement planner protocol "
+    "report runs state",
 }
 #: Files that are too long and have to be divided.
 LONG = {"optimizer/base.py", "step/pipeline.py"}

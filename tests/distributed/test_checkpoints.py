@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from kronfac.distributed import coordinator as coordinator
+from kronfac.distributed import layout
 from kronfac.placement.costs import Compute, Link
 from tests.distributed.equivalence import (
     Case,
@@ -109,8 +109,8 @@ def scheme_of(name: str) -> Any:
 def measured(link: Link) -> Iterator[None]:
     """What "auto" and "spd" find, on a machine that may be busy with anything else."""
     with (
-        mock.patch.object(coordinator, "measure_link", return_value=link),
-        mock.patch.object(coordinator, "measure_compute", return_value=Compute()),
+        mock.patch.object(layout, "measure_link", return_value=link),
+        mock.patch.object(layout, "measure_compute", return_value=Compute()),
     ):
         yield
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.coordinator import Distributed
+from kronfac.distributed.distributed import Distributed
 from kronfac.placement.place import makespan
 from kronfac.planner.choose import candidates
 from tests.distributed import closed_form
@@ -74,7 +74,7 @@ def train(model: nn.Module, optimizer: kronfac.KFAC, shape: tuple[int, ...], ste
 
 def coordinator(optimizer: kronfac.KFAC) -> Distributed:
     found = optimizer._preconditioner.coordinator
-    assert found is not None
+    assert isinstance(found, Distributed)
     return found
 
 
@@ -158,7 +158,7 @@ def test_the_plan_covers_every_statistic_once() -> None:
     with world(1024, 1):
         optimizer = made(model, "comm-opt")
         train(model, optimizer, (3, 32, 32), 1)
-        groups = coordinator(optimizer).plan.groups
+        groups = coordinator(optimizer).rounds.plan.groups
         assert groups is not None
         planned = [key for group in groups for key in group]
     layers = closed_form.sizes(model)
@@ -183,7 +183,7 @@ def test_every_rank_comes_to_the_same_placement_and_knows_its_role(name: str, si
             for state in optimizer._preconditioner.layers.values():
                 workers = placement.workers(state.name)
                 assert state.is_worker == (rank in workers)
-                assert coordinator(optimizer).owner(state) == workers[0]
+                assert coordinator(optimizer).layout.owner(state) == workers[0]
             optimizer.detach()
     assert all(one == described[0] for one in described)
 
@@ -208,7 +208,7 @@ def test_each_statistic_has_one_keeper_and_each_layer_its_workers(name: str, siz
         model = residual_network()
     with world(size, 7):
         optimizer = made(model, SCHEMES[name])
-        placement, units = optimizer.placement, list(coordinator(optimizer)._units.values())
+        placement, units = optimizer.placement, list(coordinator(optimizer).layout.units.values())
         kept: dict[str, int] = {}
         for unit in units:
             assert len(placement.workers(unit.name)) == WORKERS[name](size)
@@ -228,7 +228,7 @@ def test_the_statistics_of_resnet50_are_those_of_the_papers() -> None:
         model = residual_network()
     with world(1024, 0):
         optimizer = made(model, "comm-opt", exclude=nn.BatchNorm2d)
-        units = list(coordinator(optimizer)._units.values())
+        units = list(coordinator(optimizer).layout.units.values())
         found = {
             side: sum(s.elements for u in units for s in u.statistics if s.key.endswith(side))
             for side in ("/A", "/G")

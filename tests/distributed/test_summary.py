@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
+from kronfac.distributed.distributed import Distributed
 from kronfac.optimizer.summary import _bytes
 from kronfac.placement.place import Assignment, Placement, Task
 from tests.distributed.fake import world
@@ -105,7 +106,7 @@ def test_owners_of_parts_and_of_divided_parts() -> None:
         optimizer = made(mlp(), "comm-opt")
         placed, coordinator = optimizer.placement, optimizer._preconditioner.coordinator
         assert placed is not None
-        assert coordinator is not None
+        assert isinstance(coordinator, Distributed)
 
         def shown(**tasks: Task) -> str:
             assignments = {**placed.assignments, "0": Assignment(0, tasks)}
@@ -152,19 +153,16 @@ def measured(rank: int, scheme: Any, wrapped: bool, options: dict[str, Any]) -> 
         kept = [running.sum for running in state.running.values()]
         kept += [*(state.solution or {}).values(), *state.buffers.values()]
         held += sum(tensor.nbytes for tensor in kept if tensor is not None)
-    assert ours.coordinator is not None
-    assert ours.ownership is not None
-    buckets = [one for group in ours.coordinator.buckets.values() for one in group]
-    for bucket in [*buckets, *ours.ownership._buckets]:
+    coordinator = ours.coordinator
+    assert isinstance(coordinator, Distributed)
+    ownership = coordinator.ownership
+    buckets = [one for group in coordinator.rounds.buckets.values() for one in group]
+    for bucket in [*buckets, *ownership._buckets]:
         messages += bucket.flat.tensor.nbytes
         messages += sum(tensor.nbytes for tensor in bucket._scratch.values())
-    broadcasts = [*(ours.ownership._parcels or []), *optimizer_parcels(ours)]
+    broadcasts = [*(ownership._broadcasts or []), *coordinator.spreading._broadcasts]
     messages += sum(broadcast.flat.tensor.nbytes for broadcast in broadcasts)
     return {"printed": printed, "held": held, "messages": messages}
-
-
-def optimizer_parcels(ours: Any) -> list[Any]:
-    return list(ours.spreading._parcels) if ours.spreading is not None else []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import kronfac
+from kronfac.distributed.distributed import Distributed
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
 from tests.training import loss_of
@@ -17,7 +18,7 @@ from tests.training import loss_of
 def limits(optimizer: kronfac.KFAC) -> set[float]:
     """Seconds after which messages fail, over all groups."""
     coordinator = optimizer._preconditioner.coordinator
-    assert coordinator is not None
+    assert isinstance(coordinator, Distributed)
     groups = [one.group for one in coordinator.world._collectives.values() if one.group is not None]
     assert len(groups) >= 2
     cpu = torch.device("cpu")

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import kronfac
 from kronfac.distributed.comm.collectives import Collectives
+from kronfac.distributed.distributed import Distributed
 from tests.distributed.models import KINDS
 from tests.distributed.ranks import run
 from tests.distributed.test_unlike_ranks import Branches
@@ -161,8 +162,8 @@ class Logged:
 
     def __init__(self, optimizer: kronfac.KFAC) -> None:
         coordinator = optimizer._preconditioner.coordinator
-        assert coordinator is not None
-        self.coordinator = coordinator
+        assert isinstance(coordinator, Distributed)
+        self.rounds = coordinator.rounds
         self.messages: list[list[str]] = []
         self.observed: list[str] = []
         listener = coordinator.observed
@@ -175,12 +176,12 @@ class Logged:
 
     def watch(self) -> None:
         """Note from now on which bucket is launched."""
-        collectives: Collectives = self.coordinator.early
+        collectives: Collectives = self.rounds.early
         all_reduce, reduce = collectives.all_reduce, collectives.reduce
 
         def name(flat: Tensor) -> list[str]:
             start = flat.untyped_storage().data_ptr()
-            for buckets in self.coordinator.buckets.values():
+            for buckets in self.rounds.buckets.values():
                 for bucket in buckets:
                     if bucket.flat.tensor.untyped_storage().data_ptr() == start:
                         return bucket.keys
@@ -210,8 +211,8 @@ def in_their_own_order(rank: int, scheme: str, groups: list[list[str]]) -> Any:
     logged = Logged(optimizer)
     for number in range(3):
         if number == 1:
-            logged.coordinator.plan.groups = groups
-            logged.coordinator.buckets.clear()
+            logged.rounds.plan.groups = groups
+            logged.rounds.buckets.clear()
             logged.watch()
             logged.observed.clear()
         optimizer.zero_grad()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kronfac.distributed.coordinator import Distributed
-from kronfac.distributed.parameter_owners import Ownership
+from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
+
+if TYPE_CHECKING:
+    pass
 
 #: Ranks that divide one part are counted where their names would take more characters.
 _LONGEST = 7
@@ -29,34 +32,37 @@ class Overview:
 
 
 def overview(
-    coordinator: Distributed, ownership: Ownership, states: Sequence[LayerState]
+    layout: Layout, states: Sequence[LayerState], direct: bool, weight_bytes: int
 ) -> Overview:
-    """Look at a team."""
-    sizes = [_statistics(coordinator, state) for state in states if not coordinator.is_local]
-    if coordinator.spreads:
-        sizes += [_gradient(coordinator, state) for state in states]
+    """Look at several ranks.
+
+    ``direct`` says whether statistics are sent to one rank as they are, ``weight_bytes`` what messages of
+    weights need.
+    """
+    sizes = [_statistics(layout, state, direct) for state in states if not layout.is_local]
+    if layout.spreads:
+        sizes += [_gradient(layout, state) for state in states]
     return Overview(
-        line=_line(coordinator),
-        owners={state: owners(coordinator, state) for state in states},
-        message_bytes=sum(sizes) + ownership.message_bytes,
+        line=_line(layout),
+        owners={state: solved_by(layout, state) for state in states},
+        message_bytes=sum(sizes) + weight_bytes,
     )
 
 
-def _line(coordinator: Distributed) -> str:
-    placement = coordinator.placement
-    assert placement is not None
+def _line(layout: Layout) -> str:
+    placement = layout.placed
     workers, size = placement.grid.workers, placement.grid.size
-    chosen = "auto, " if coordinator.settings.scheme == "auto" else ""
+    chosen = "auto, " if layout.settings.scheme == "auto" else ""
     work = "works" if workers == 1 else "work"
     who = f"{workers} of {size} ranks {work} on each layer"
-    return f"{chosen}{placement.scheme}: {who}; this is rank {coordinator.world.rank}."
+    return f"{chosen}{placement.scheme}: {who}; this is rank {layout.world.rank}."
 
 
-def owners(coordinator: Distributed, state: LayerState) -> str:
+def solved_by(layout: Layout, state: LayerState) -> str:
     """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its parts, ``"0+3"`` for a divided one."""
     parts = []
     for part in state.block.parts:
-        task, ranks = coordinator.task(state, part), coordinator.solvers(state, part)
+        task, ranks = layout.task(state, part), layout.solvers(state, part)
         if task.rank is not None:
             parts.append(str(task.rank))
         elif not task.split:
@@ -67,19 +73,17 @@ def owners(coordinator: Distributed, state: LayerState) -> str:
     return parts[0] if len(set(parts)) == 1 else ",".join(parts)
 
 
-def _statistics(coordinator: Distributed, state: LayerState) -> int:
+def _statistics(layout: Layout, state: LayerState, direct: bool) -> int:
     """Bytes that leave, and those that all others send here if only this rank needs them."""
     total = 0
-    for name, statistic in zip(state.running, coordinator.unit(state).statistics, strict=True):
-        wire = coordinator.settings.wire_dtype
+    for name, statistic in zip(state.running, layout.units[state].statistics, strict=True):
+        wire = layout.settings.wire_dtype
         size = statistic.elements * (statistic.itemsize if wire is None else wire.itemsize)
-        collected = (
-            coordinator.early.direct and coordinator.root(state, name) == coordinator.world.rank
-        )
-        total += size * (coordinator.world.size if collected else 1)
+        collected = direct and layout.root(state, name) == layout.world.rank
+        total += size * (layout.world.size if collected else 1)
     return total
 
 
-def _gradient(coordinator: Distributed, state: LayerState) -> int:
-    dtype = coordinator.settings.wire_dtype or state.layer.weight.dtype
-    return coordinator.unit(state).gradient_elements * dtype.itemsize
+def _gradient(layout: Layout, state: LayerState) -> int:
+    dtype = layout.settings.wire_dtype or state.layer.weight.dtype
+    return layout.units[state].gradient_elements * dtype.itemsize

@@ -8,7 +8,7 @@ the new weights, so that the base optimizer's state is divided among the ranks a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item, alike
-from kronfac.distributed.coordinator import Distributed
+from kronfac.distributed.exchange import dense
+from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
 from kronfac.statistics.pending import count_dtype
 
 
 class Ownership:
     """Which rank steps which parameter. Without owners it does nothing."""
 
-    def __init__(self, coordinator: Distributed, reduces: bool) -> None:
-        self.coordinator = coordinator
+    def __init__(self, layout: Layout, phases: Phases, reduces: bool) -> None:
+        self.layout = layout
+        self.phases = phases
         #: Whether gradients are still each rank's own when a step begins.
         self.reduces = reduces
         self.owners: dict[nn.Parameter, int] = {}
-        self._parcels: list[Broadcast] | None = None
+        self._broadcasts: list[Broadcast] | None = None
         self._buckets: list[Bucket] = []
         self._flags: dict[tuple[float, ...], Tensor] = {}
 
@@ -46,34 +49,48 @@ class Ownership:
         return self.active and self.reduces
 
     def assign(self, states: Sequence[LayerState], groups: Sequence[dict[str, Any]]) -> None:
-        """Give each parameter of a layer to the layer's owner, and the others to whoever has least."""
-        before = self.owners
-        self.owners = {}
-        self._parcels, self._buckets = None, []
-        load = [0] * self.coordinator.world.size
+        """Give each parameter of a layer to the layer's owner, and the others to whoever has least.
+
+        Nothing happens unless the scheme gives parameters owners.
+        """
+        if not self.layout.owns_parameters:
+            return
+        self._broadcasts, self._buckets = None, []
+        placed: dict[nn.Parameter, int] = {}
         for state in states:
             for parameter in (state.layer.weight, state.layer.bias):
-                if parameter is not None and parameter not in self.owners:
-                    self.owners[parameter] = self.coordinator.owner(state)
+                if parameter is not None:
+                    placed.setdefault(parameter, self.layout.owner(state))
         trained = list(dict.fromkeys(p for group in groups for p in group["params"]))
-        self.owners = (
-            before | self.owners
-        )  # the base optimizer's state of the others is where it is
-        self.owners = {p: self.owners[p] for p in trained if p in self.owners}
-        for parameter, owner in self.owners.items():
+        # The others keep their owners: the base optimizer's state of them is there.
+        known = self.owners | placed
+        owners = {p: known[p] for p in trained if p in known}
+        owners |= self._divide([p for p in trained if p not in owners], owners)
+        self.owners = {p: owners[p] for p in trained}
+
+    def _divide(
+        self, rest: Sequence[nn.Parameter], owners: Mapping[nn.Parameter, int]
+    ) -> dict[nn.Parameter, int]:
+        """Give each parameter, the largest first, to the rank that has least."""
+        load = [0] * self.layout.world.size
+        for parameter, owner in owners.items():
             load[owner] += parameter.numel()
         heap = [(size, rank) for rank, size in enumerate(load)]
         heapq.heapify(heap)
-        rest = [(-p.numel(), index, p) for index, p in enumerate(trained) if p not in self.owners]
-        for negative, _, parameter in sorted(rest, key=lambda one: one[:2]):
+        found = {}
+        for parameter in sorted(rest, key=lambda one: -one.numel()):
             size, rank = heapq.heappop(heap)
-            self.owners[parameter] = rank
-            heapq.heappush(heap, (size - negative, rank))
-        self.owners = {p: self.owners[p] for p in trained}
+            found[parameter] = rank
+            heapq.heappush(heap, (size + parameter.numel(), rank))
+        return found
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank steps a parameter."""
+        return not self.active or self.owners.get(parameter) == self.layout.world.rank
 
     def own(self) -> list[nn.Parameter]:
         """The parameters that this rank steps."""
-        rank = self.coordinator.world.rank
+        rank = self.layout.world.rank
         return [p for p, owner in self.owners.items() if owner == rank]
 
     @property
@@ -82,7 +99,7 @@ class Ownership:
         total = sum(p.numel() * p.element_size() for p in self.owners)
         if not self.separate:
             return total
-        world = self.coordinator.world
+        world = self.layout.world
         collected = sum(p.numel() * p.element_size() for p in self.own()) * world.all.direct
         return 2 * total + (world.size - 1) * collected
 
@@ -98,17 +115,17 @@ class Ownership:
         """Leave the mean of the ranks' gradients with each parameter's owner."""
         if not self.active or not self.reduces:
             return
-        with self.coordinator.phases("reduce"):
+        with self.phases("reduce"):
             self._reduce_gradients()
 
     def _reduce_gradients(self) -> None:
-        collectives, size = self.coordinator.world.all, self.coordinator.world.size
+        collectives, size = self.layout.world.all, self.layout.world.size
         parameters = list(self.owners)
         if not self._buckets:
             self._buckets = [Bucket(items, collectives) for items in alike(self._items())]
         for bucket in self._buckets:
             for key in bucket.keys:
-                bucket.flat.put(key, _dense(parameters[int(key)].grad))
+                bucket.flat.put(key, dense(parameters[int(key)].grad))
             bucket.launch()
         used = self._count_used(parameters)
         for bucket in self._buckets:
@@ -128,15 +145,17 @@ class Ownership:
         if flags not in self._flags:  # to put them on a device makes the host wait
             self._flags = {flags: torch.tensor(flags, device=parameters[0].device)}
         total = self._flags[flags].clone()
-        self.coordinator.world.all.all_reduce("control", total).wait()
+        self.layout.world.all.all_reduce("control", total).wait()
         missing = any(p.grad is None for p in self.own())
         return total.tolist() if missing else None
 
     def add_up(self, value: Tensor) -> Tensor:
-        """Add a number over ranks."""
+        """Add a number over the owners of parameters; without owners all ranks know the whole."""
+        if not self.active:
+            return value
         device = next(iter(self.owners)).device
         flat = value.to(device, count_dtype(device), copy=True).reshape(1)
-        self.coordinator.world.all.all_reduce("rescale", flat).wait()
+        self.layout.world.all.all_reduce("rescale", flat).wait()
         return flat[0]
 
     # --- the base optimizer's step --------------------------------------------------------------
@@ -147,7 +166,7 @@ class Ownership:
         if not self.active:
             yield
             return
-        rank = self.coordinator.world.rank
+        rank = self.layout.world.rank
         hidden = {p: p.grad for p, owner in self.owners.items() if owner != rank}
         for parameter in hidden:
             parameter.grad = None
@@ -161,22 +180,18 @@ class Ownership:
         """Send each parameter from its owner to all others."""
         if not self.active:
             return
-        with self.coordinator.phases("spread"), torch.no_grad():
+        with self.phases("spread"), torch.no_grad():
             parameters = list(self.owners)
-            if self._parcels is None:
-                collectives = self.coordinator.world.all
-                self._parcels = make_broadcasts(self._items(), collectives, "spread", None)
-            for broadcast in self._parcels:
+            if self._broadcasts is None:
+                collectives = self.layout.world.all
+                self._broadcasts = make_broadcasts(self._items(), collectives, "spread", None)
+            for broadcast in self._broadcasts:
                 if broadcast.mine:
                     for key in broadcast.keys:
                         broadcast.put(key, parameters[int(key)].detach())
                 broadcast.launch()
-            for broadcast in self._parcels:
+            for broadcast in self._broadcasts:
                 broadcast.wait()
                 if not broadcast.mine:
                     for key in broadcast.keys:
                         parameters[int(key)].copy_(broadcast.take(key))
-
-
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return grad.to_dense() if grad is not None and grad.is_sparse else grad

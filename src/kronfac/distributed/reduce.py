@@ -17,11 +17,12 @@ from torch import Tensor
 
 from kronfac.distributed.comm.buckets import Reduction, make_buckets
 from kronfac.distributed.comm.flat import Item
+from kronfac.state.fold import fold
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.pending import Normalizer, Pass, new_count
 
 if TYPE_CHECKING:
-    from kronfac.distributed.coordinator import Distributed
+    from kronfac.distributed.rounds import Rounds
 
 
 #: With staggered refreshes layers travel in other company each time; so many buckets are kept.
@@ -50,11 +51,11 @@ class Moment:
 class Round:
     """The statistics of some layers, on their way."""
 
-    def __init__(self, coordinator: Distributed, states: Sequence[LayerState]) -> None:
-        self.coordinator = coordinator
+    def __init__(self, rounds: Rounds, states: Sequence[LayerState]) -> None:
+        self.layout, self.plan = rounds.layout, rounds.plan
         self.states = list(states)
         self.sources = {
-            coordinator.key(state, name): (state, name)
+            self.layout.key(state, name): (state, name)
             for state in states
             for name in state.running
         }
@@ -67,14 +68,14 @@ class Round:
         self._waiting: list[str] = []
         self.counts: dict[str, float] = {}
         self.outlines: dict[str, Tensor] = {}
-        groups = coordinator.plan.grouped([key for key in self.sources if key not in self.gathered])
+        groups = self.plan.grouped([key for key in self.sources if key not in self.gathered])
         items = tuple(tuple(self._item(key) for key in group) for group in groups)
-        if items not in coordinator.buckets:
-            if len(coordinator.buckets) >= MAX_LAYOUTS:
-                coordinator.buckets.clear()
-            wire = coordinator.settings.wire_dtype
-            coordinator.buckets[items] = make_buckets(items, coordinator.early, wire)
-        self.reduction = Reduction(coordinator.buckets[items])
+        if items not in rounds.buckets:
+            if len(rounds.buckets) >= MAX_LAYOUTS:
+                rounds.buckets.clear()
+            wire = self.layout.settings.wire_dtype
+            rounds.buckets[items] = make_buckets(items, rounds.early, wire)
+        self.reduction = Reduction(rounds.buckets[items])
 
     def _item(self, key: str) -> Item:
         state, name = self.sources[key]
@@ -85,8 +86,8 @@ class Round:
             statistic.shape,
             state.layer.factor_dtype,
             weight.device,
-            statistic.symmetric and self.coordinator.settings.triangles,
-            self.coordinator.root(state, name),
+            statistic.symmetric and self.layout.settings.triangles,
+            self.layout.root(state, name),
         )
 
     # --- before the step ------------------------------------------------------------------------
@@ -97,10 +98,10 @@ class Round:
             return
         version = state.pending.versions[source]
         for name, running in state.running.items():
-            key = self.coordinator.key(state, name)
+            key = self.layout.key(state, name)
             if running.statistic.source != source or key not in self.sources:
                 continue
-            if self.coordinator.plan.calls.get(key) == version and key not in (
+            if self.plan.calls.get(key) == version and key not in (
                 *self._sent,
                 *self.gathered,
             ):
@@ -112,7 +113,8 @@ class Round:
             if source == "output" and normalizer is None:
                 continue
             with torch.profiler.record_function("kronfac.reduce.send"):
-                self.reduction.offer(key, _folded(state, name, moment.decay, normalizer))
+                folded = fold(state, name, moment.decay, normalizer, preview=True)
+                self.reduction.offer(key, folded)
             self._sent[key] = _seen(state, source, moment.passes)
             self._waiting.remove(key)
 
@@ -144,7 +146,7 @@ class Round:
 
     def _header(self, stale: bool) -> bool:
         """Add up counts and outlines, and agree whether what has left is complete."""
-        world = self.coordinator.world
+        world = self.layout.world
         numbers = [torch.tensor([float(stale)], dtype=torch.float64, device=world.device)]
         sizes: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
         for key, (state, name) in self.sources.items():
@@ -183,7 +185,7 @@ class Round:
     def _gather(self, key: str) -> Tensor:
         """Rows of all ranks, side by side."""
         state, name = self.sources[key]
-        rows, world = state.running[name].sum, self.coordinator.world
+        rows, world = state.running[name].sum, self.layout.world
         statistic = state.running[name].statistic
         if rows is None:
             shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
@@ -203,17 +205,6 @@ class Round:
                 running.count = new_count(self.counts[key], state.layer.weight.device)
             else:
                 running.sum = running.count = None
-
-
-def _folded(
-    state: LayerState, name: str, decay: float, normalizer: Normalizer | None
-) -> Tensor | None:
-    """What the running sum will be at the step if nothing more is observed."""
-    faded = state.running[name].faded(decay)
-    found = state.pending.contribution(name, normalizer)
-    if found is None or faded is None:
-        return faded if found is None else found[0]
-    return faded.add_(found[0])
 
 
 def _seen(state: LayerState, source: str, passes: Mapping[Pass, Any]) -> Seen:

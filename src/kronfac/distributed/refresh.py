@@ -7,7 +7,6 @@ of them takes a new solution into use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,9 @@ from torch import Tensor
 from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item
+from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
-
-if TYPE_CHECKING:
-    from kronfac.distributed.coordinator import Distributed
+from kronfac.state.timing import Phases
 
 #: A layer, and the name of a part of its solution.
 Work = tuple[LayerState, str]
@@ -27,8 +25,11 @@ Work = tuple[LayerState, str]
 class Solving:
     """One refresh of some layers, seen from one rank."""
 
-    def __init__(self, coordinator: Distributed, due: Sequence[LayerState], damping: float) -> None:
-        self.coordinator = coordinator
+    def __init__(
+        self, layout: Layout, phases: Phases, due: Sequence[LayerState], damping: float
+    ) -> None:
+        self.layout = layout
+        self.phases = phases
         self.due = list(due)
         self.damping = damping
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
@@ -38,31 +39,31 @@ class Solving:
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self._messages: list[Broadcast | Bucket] = []
 
-    def run(
-        self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]
-    ) -> dict[LayerState, dict[str, Tensor] | None]:
-        """Solve stage by stage, each when its statistics have arrived.
-
-        Returns solutions by layer: empty where this rank holds none, ``None`` where no solution could be
-        found. Layers without statistics are left out.
-        """
-        phases = self.coordinator.phases
+    def run(self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]) -> None:
+        """Solve stage by stage, each when its statistics have arrived, and send off solutions."""
         for stage in stages:
-            with phases("reduce"):
+            with self.phases("reduce"):
                 next(arrivals, None)
             self._solve_stage(stage)
         for _ in arrivals:
             pass
-        with phases("share"):
+
+    def outcome(self) -> dict[LayerState, dict[str, Tensor] | None]:
+        """Wait for solutions on their way, and return those on which all ranks agree, by layer.
+
+        A solution is empty where this rank holds none, and ``None`` where none could be found. Layers
+        without statistics are left out.
+        """
+        with self.phases("share"):
             return self._agree()
 
     def _solve_stage(self, stage: Sequence[Work]) -> None:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
-        coordinator, phases = self.coordinator, self.coordinator.phases
-        ours = [(state, part) for state, part in stage if coordinator.works_on(state)]
+        layout, phases = self.layout, self.phases
+        ours = [(state, part) for state, part in stage if layout.works_on(state)]
         divided, owned = [], []
         for state, part in ours:
-            task = coordinator.task(state, part)
+            task = layout.task(state, part)
             if task.split:
                 divided.append((state, part))
             elif task.rank is None:
@@ -70,23 +71,23 @@ class Solving:
                     self._keep(state, self._solve(state, part))
             else:
                 owned.append((state, part, task.rank))
-        wire = coordinator.settings.wire_dtype
+        wire = layout.settings.wire_dtype
         for state, part in divided:
             items = self._items(state, part, None)
             with phases("refresh", state.name):
                 summand = self._solve_share(state, part)
             with phases("share"):
                 for item in items:
-                    bucket = Bucket([item], coordinator.column, wire, phase="share")
+                    bucket = Bucket([item], layout.column, wire, phase="share")
                     bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
                     bucket.launch()
                     self._messages.append(bucket)
         found: dict[Work, dict[str, Tensor] | None] = {}
         for state, part, rank in owned:
-            if rank == coordinator.world.rank:
+            if rank == layout.world.rank:
                 with phases("refresh", state.name):
                     found[state, part] = self._solve(state, part)
-        if coordinator.column.size == 1:
+        if layout.column.size == 1:
             for (state, _), solution in found.items():
                 self._keep(state, solution)
             return
@@ -105,8 +106,8 @@ class Solving:
             if solution is None:
                 self.failed[state] = True
             for name, value in (solution or {}).items():
-                values[self.coordinator.key(state, name)] = value
-        for broadcast in make_broadcasts(items, self.coordinator.column, "share", wire):
+                values[self.layout.key(state, name)] = value
+        for broadcast in make_broadcasts(items, self.layout.column, "share", wire):
             if broadcast.mine:
                 for key in broadcast.keys:
                     broadcast.put(key, values.get(key))
@@ -118,8 +119,8 @@ class Solving:
         found = []
         for name in block.parts[part].solution:
             shape = tuple(n or 0 for n in block.solution_shapes[name])
-            symmetric = name in block.symmetric_solutions and self.coordinator.settings.triangles
-            key = self.coordinator.key(state, name)
+            symmetric = name in block.symmetric_solutions and self.layout.settings.triangles
+            key = self.layout.key(state, name)
             dtype = state.layer.factor_dtype
             found.append(Item(key, shape, dtype, weight.device, symmetric, root))
         return found
@@ -143,7 +144,7 @@ class Solving:
 
     def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
         """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""
-        ranks, rank = self.coordinator.solvers(state, part), self.coordinator.world.rank
+        ranks, rank = self.layout.solvers(state, part), self.layout.world.rank
         if rank not in ranks:
             return None
         means = self._ready(state, part)
@@ -167,7 +168,7 @@ class Solving:
         """Take a solution only if every part of it was found, wherever it was solved."""
         flags = [float(self.missing[state]) for state in self.due]
         flags += [float(self.failed[state] and not self.missing[state]) for state in self.due]
-        total = self.coordinator.world.total(flags).tolist()
+        total = self.layout.world.total(flags).tolist()
         arrived = self._arrived()
         outcome: dict[LayerState, dict[str, Tensor] | None] = {}
         for index, state in enumerate(self.due):
@@ -176,9 +177,9 @@ class Solving:
                 continue
             if failed:
                 outcome[state] = None
-            elif self.coordinator.works_on(state):
+            elif self.layout.works_on(state):
                 names = state.block.solution_shapes
-                keys = {name: self.coordinator.key(state, name) for name in names}
+                keys = {name: self.layout.key(state, name) for name in names}
                 own = self._local[state]
                 outcome[state] = {
                     name: arrived[key] if key in arrived else own[name]

@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
-from kronfac.distributed.coordinator import Distributed
+from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
 
 
 class Spreading:
-    """Parcels of gradients, kept from one step to the next."""
+    """Broadcasts of gradients, kept from one step to the next."""
 
-    def __init__(self, coordinator: Distributed) -> None:
-        self.coordinator = coordinator
-        self._layout: tuple[Collectives, tuple[Item, ...]] | None = None
-        self._parcels: list[Broadcast] = []
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._arranged: tuple[Collectives, tuple[Item, ...]] | None = None
+        self._broadcasts: list[Broadcast] = []
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the gradients of some layers along the row, and write down what is received."""
-        by_key = {self.coordinator.key(state, "gradient"): state for state in states}
+        by_key = {self.layout.key(state, "gradient"): state for state in states}
         self._arrange(tuple(self._item(key, state) for key, state in by_key.items()))
-        for broadcast in self._parcels:
+        for broadcast in self._broadcasts:
             if broadcast.mine:
                 for key in broadcast.keys:
                     state = by_key[key]
                     broadcast.put(key, state.view.gradient() if state.has_gradient else None)
             broadcast.launch()
-        rounded = self.coordinator.settings.wire_dtype is not None
-        for broadcast in self._parcels:
+        rounded = self.layout.settings.wire_dtype is not None
+        for broadcast in self._broadcasts:
             broadcast.wait()
             for key in broadcast.keys:
                 state = by_key[key]
@@ -38,12 +38,12 @@ class Spreading:
                     state.view.write(broadcast.take(key))
 
     def _item(self, key: str, state: LayerState) -> Item:
-        layer, root = state.layer, self.coordinator.gradient_root(state)
+        layer, root = state.layer, self.layout.gradient_root(state)
         return Item(key, layer.matrix_shape, layer.weight.dtype, layer.weight.device, root=root)
 
     def _arrange(self, items: tuple[Item, ...]) -> None:
-        layout = (self.coordinator.row, items)
-        if layout != self._layout:
-            wire = self.coordinator.settings.wire_dtype
-            self._parcels = make_broadcasts(items, self.coordinator.row, "spread", wire)
-            self._layout = layout
+        arranged = (self.layout.row, items)
+        if arranged != self._arranged:
+            wire = self.layout.settings.wire_dtype
+            self._broadcasts = make_broadcasts(items, self.layout.row, "spread", wire)
+            self._arranged = arranged

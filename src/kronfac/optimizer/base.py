@@ -24,17 +24,8 @@ from kronfac.capture.grad_scaler import calling_scaler
 from kronfac.capture.hooks import remove_inert_hooks
 from kronfac.capture.outputs import Outputs
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.consistency import (
-    check_gradients,
-    check_parameters,
-    described,
-    group_of,
-    shape_of,
-    uses_ddp,
-)
-from kronfac.distributed.coordinator import Distributed
-from kronfac.distributed.gather_state import gather_state
-from kronfac.distributed.overview import overview, owners
+from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp
+from kronfac.distributed.distributed import Distributed
 from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
@@ -71,7 +62,7 @@ from kronfac.step.validation import (
 if dist.is_available():
     from torch.distributed.algorithms.join import Joinable, JoinHook
 
-    from kronfac.distributed.join import ShadowHook, exchange_gradients, is_joining
+    from kronfac.distributed.join import ShadowHook, is_joining
 else:
 
     class Joinable:  # type: ignore[no-redef]
@@ -129,7 +120,6 @@ class Preconditioned(Optimizer, Joinable):
         #: The members of the process group that was given, if any, and how long its messages may take.
         self._ranks: list[int] | None = None
         self._timeout: timedelta | None = None
-        self._compared = False
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
         Optimizer.__setstate__(self, {})
@@ -157,10 +147,9 @@ class Preconditioned(Optimizer, Joinable):
             preconditioner.options.rescale,
             preconditioner.schedules.get("damping"),
         )
-        coordinator = Distributed(world, self._distribute, preconditioner.phases)
-        preconditioner.join(
-            coordinator, self.param_groups, reduces_gradients=not uses_ddp(self.model)
-        )
+        averaged = uses_ddp(self.model)
+        coordinator = Distributed(world, self._distribute, preconditioner.phases, not averaged)
+        preconditioner.join(coordinator, self.param_groups)
 
     def _fingerprint(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
@@ -233,11 +222,10 @@ class Preconditioned(Optimizer, Joinable):
             advise_on_step(self._advice, preconditioner, self.base)
         if preconditioner.is_empty_step(self.param_groups):
             preconditioner.allocate(self.param_groups)
-            with preconditioner.only_own(), self._base_steps.preconditioner():
+            with preconditioner.coordinator.only_own(), self._base_steps.preconditioner():
                 self.base.step()
             return loss
-        if preconditioner.coordinator is not None:
-            self._meet(preconditioner.coordinator, active=True)
+        preconditioner.coordinator.meet(self.param_groups, self._is_joining, active=True)
         trial.begin(loss)
         preconditioner.run(self.param_groups)
         trial.choose_update()
@@ -251,49 +239,41 @@ class Preconditioned(Optimizer, Joinable):
         preconditioner = self._preconditioner
         with (
             preconditioner.phases("base"),
-            preconditioner.only_own(),
+            preconditioner.coordinator.only_own(),
             self._base_steps.preconditioner(),
         ):
             self.base.step()
-        if preconditioner.ownership is not None:
-            preconditioner.ownership.spread_weights()
+        preconditioner.coordinator.spread_weights()
 
     # --- several ranks --------------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement | None:
         """Which rank does what; ``None`` in one process."""
-        coordinator = self._preconditioner.coordinator
-        return None if coordinator is None else coordinator.placement
+        return self._preconditioner.coordinator.placement
 
-    def _meet(self, coordinator: Distributed, active: bool) -> None:
-        """See that all ranks are at the same step, with the same gradients."""
-        preconditioner = self._preconditioner
-        trained = [p for group in self.param_groups for p in group["params"]]
-        separate = preconditioner.ownership is not None and preconditioner.ownership.separate
-        joining = is_joining(self) if active else True
+    def _is_joining(self) -> bool:
+        """Whether a step is taken inside ``Join``."""
+        joining = is_joining(self)
         if joining:
-            check_join(preconditioner.options.rescale, preconditioner.schedules.get("damping"))
-        if joining and not separate:
-            exchange_gradients(coordinator.world, trained, active)
-        if self._compared:
-            return
-        self._compared = True
-        if separate:
-            check_parameters(coordinator.world, trained)
-        else:
-            check_gradients(coordinator.world, trained)
+            self._check_join()
+        return joining
+
+    def _check_join(self) -> None:
+        preconditioner = self._preconditioner
+        check_join(preconditioner.options.rescale, preconditioner.schedules.get("damping"))
 
     @torch.no_grad()
     def shadow_step(self) -> None:
         """The step of a rank that has run out of batches."""
-        preconditioner = self._preconditioner
-        if preconditioner.coordinator is None:
+        preconditioner, coordinator = self._preconditioner, self._preconditioner.coordinator
+        if coordinator.size == 1:
             return
         preconditioner.capture.clear()
-        if preconditioner.ownership is not None and preconditioner.ownership.separate:
+        if coordinator.separate_gradients:
             self.base.zero_grad()
-        self._meet(preconditioner.coordinator, active=False)
+        self._check_join()
+        coordinator.meet(self.param_groups, lambda: True, active=False)
         preconditioner.run(self.param_groups)
         self._step_base()
         preconditioner.advance()
@@ -310,8 +290,7 @@ class Preconditioned(Optimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """See :class:`torch.distributed.algorithms.Joinable`."""
-        coordinator = self._preconditioner.coordinator
-        return dist.group.WORLD if coordinator is None else coordinator.world.parent
+        return self._preconditioner.coordinator.process_group
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh; all of them call it together.
@@ -327,10 +306,9 @@ class Preconditioned(Optimizer, Joinable):
         rank can load it. (``torch.distributed.checkpoint`` saves :meth:`state_dict` without this.)
         """
         coordinator = self._preconditioner.coordinator
-        check_rank(to, 1 if coordinator is None else coordinator.world.size)
+        check_rank(to, coordinator.size)
         self.consolidate()
-        own = self.state_dict()
-        return own if coordinator is None else gather_state(coordinator.world, own, to)
+        return coordinator.gather_state(self.state_dict(), to)
 
     # --- hyperparameters that may change --------------------------------------------------------
 
@@ -413,8 +391,7 @@ class Preconditioned(Optimizer, Joinable):
     def _step_supports_amp_scaling(self) -> bool:
         """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
         scaler = calling_scaler()
-        ownership = self._preconditioner.ownership
-        if scaler is not None and ownership is not None and ownership.separate:
+        if scaler is not None and self._preconditioner.coordinator.separate_gradients:
             raise RuntimeError(
                 "a gradient scaler looks at gradients before they are averaged, so that ranks would "
                 "not skip the same steps: with distribute='layer-parallel', wrap the model in "
@@ -515,9 +492,8 @@ class Preconditioned(Optimizer, Joinable):
         return left_out(self._preconditioner, self._names(), trained)
 
     def owners(self, state: LayerState) -> str:
-        """The ranks that solve a layer, as :meth:`summary` names them."""
-        coordinator = self._preconditioner.coordinator
-        return "0" if coordinator is None else owners(coordinator, state)
+        """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its two factors, ``"0+3"`` together."""
+        return self._preconditioner.coordinator.solved_by(state)
 
     def value_now(self, name: str) -> float:
         """The value at this step of ``"damping"``, ``"momentum"`` and others that may be scheduled."""
@@ -544,9 +520,7 @@ class Preconditioned(Optimizer, Joinable):
         updates = trained if preconditioner.quadratic is not None else set()
         held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
         update_bytes = sum(p.numel() * p.element_size() for p in held)
-        ranks = None
-        if preconditioner.coordinator is not None and preconditioner.ownership is not None:
-            ranks = overview(preconditioner.coordinator, preconditioner.ownership, states)
+        ranks = preconditioner.coordinator.overview(states)
         remark = self._outputs.remark(preconditioner.options)
         return describe(title, states, others, update_bytes, ranks, remark)
 
@@ -565,10 +539,8 @@ class Preconditioned(Optimizer, Joinable):
             # not if the base has state from the start, as Adagrad does.
             preconditioner.allocate(self.param_groups)
         entries = preconditioner.entries(self._names())
-        plan = ""
-        if preconditioner.coordinator is not None:
-            plan = preconditioner.coordinator.describe()
-            preconditioner.coordinator.warn_if_partial()
+        plan = preconditioner.coordinator.describe()
+        preconditioner.coordinator.warn_if_partial()
         result = checkpoint.merge(self.base.state_dict(), *self._names_and_shapes(), entries, plan)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
@@ -603,11 +575,9 @@ class Preconditioned(Optimizer, Joinable):
 
     def _forget_others(self) -> None:
         """Drop the base optimizer's state of parameters that other ranks step: it would grow old."""
-        ownership = self._preconditioner.ownership
-        if ownership is not None and ownership.active:
-            own = set(ownership.own())
-            for parameter in [p for p in self.base.state if p not in own]:
-                del self.base.state[parameter]
+        steps = self._preconditioner.coordinator.steps
+        for parameter in [p for p in self.state if not steps(p)]:
+            del self.state[parameter]
 
     def _names(self) -> dict[nn.Parameter, str]:
         """Plain names of the model's and the base optimizer's parameters."""
@@ -637,9 +607,7 @@ class Preconditioned(Optimizer, Joinable):
             "distribute": self._distribute,
             "ranks": self._ranks,
             "timeout": self._timeout,
-            "plan": ""
-            if preconditioner.coordinator is None
-            else preconditioner.coordinator.describe(),
+            "plan": preconditioner.coordinator.describe(),
             "entries": preconditioner.entries(self._names()),
         }
 

@@ -97,10 +97,7 @@ class Trial:
         damping = float(
             self._preconditioner.schedules.at("damping", self._preconditioner.clock.step)
         )
-        matrix = products.matrix()
-        if self._preconditioner.coordinator is not None:
-            world = self._preconditioner.coordinator.world
-            matrix = world.total(matrix).to(matrix) / world.size
+        matrix = self._preconditioner.coordinator.mean(products.matrix())
         update = model.choose(directions, self._gradient, matrix, damping)
         for parameter, value in update.items():
             assert parameter.grad is not None
@@ -131,20 +128,14 @@ class Trial:
                 solved = state.solved_at is not None and state.has_gradient
                 if solved and state.solution is not None:
                     total += float(state.block.quadratic(state.solution, state.view.gradient()))
+        own = torch.tensor(total, dtype=torch.float64, device="cpu")
         coordinator = self._preconditioner.coordinator
-        if coordinator is not None:
-            own = torch.tensor(total, dtype=torch.float64, device="cpu")
-            total = float(coordinator.add_up(own, self._preconditioner.model))
-        return total
+        return float(coordinator.add_up_layers(own, self._preconditioner.model))
 
     def _mean(self, value: float) -> float:
         """The mean over ranks, each of which has a part of the batch."""
-        coordinator = self._preconditioner.coordinator
-        return (
-            value
-            if coordinator is None
-            else float(coordinator.world.total([value])) / coordinator.world.size
-        )
+        own = torch.tensor([value], dtype=torch.float64, device="cpu")
+        return float(self._preconditioner.coordinator.mean(own))
 
     def _run_again(self) -> Any:
         assert self._closure is not None

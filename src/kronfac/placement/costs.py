@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -70,11 +69,6 @@ class LayerUnit:
     tied_to: str = ""
 
     @property
-    def solve_flops(self) -> int:
-        """Operations to solve all parts."""
-        return sum(part.flops for part in self.parts)
-
-    @property
     def solution_bytes(self) -> int:
         """Bytes of the whole solution."""
         return sum(part.solution_elements for part in self.parts) * self.itemsize
@@ -126,8 +120,3 @@ class Compute:
     def product(self, flops: float) -> float:
         """Seconds of matrix products."""
         return self.overhead + flops / self.product_flops_per_second if flops else 0.0
-
-
-def total_bytes(units: Sequence[StatisticUnit]) -> int:
-    """Bytes of several statistics."""
-    return sum(unit.bytes for unit in units)

@@ -69,11 +69,14 @@ class Running:
         _above_zero(self.sum.mul_(factor), occurred)
         self.count.mul_(factor)
 
-    def faded(self, decay: float) -> Tensor | None:
-        """What :meth:`decay` would leave of the sum."""
-        if self.sum is None or self.count is None:
-            return None
-        return _above_zero(self.sum * self._fading(decay), self._occurred())
+    def faded(self, decay: float) -> Running:
+        """What :meth:`decay` would leave, in tensors of its own."""
+        left = Running(self.statistic)
+        if self.sum is not None and self.count is not None:
+            factor = self._fading(decay)
+            left.sum = _above_zero(self.sum * factor, self._occurred())
+            left.count = self.count * factor
+        return left
 
     def _fading(self, decay: float) -> Tensor:
         assert self.sum is not None

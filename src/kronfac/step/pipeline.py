@@ -1,14 +1,13 @@
 """The six phases of a step on one model: the only place that knows every other room.
 
 *reduce* statistics, *refresh* solutions, *share* them, *precondition* gradients, *rescale* and *spread*
-them. In one process nothing travels, so that *share* and *spread* are empty; what several ranks do
-together is in :mod:`kronfac.distributed.coordinator`.
+them. What ranks do together is the coordinator's (:mod:`kronfac.distributed.coordinator`); in one process
+that sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,12 @@ from torch import Tensor, nn
 
 from kronfac.adaptive.damping import AdaptiveDamping
 from kronfac.adaptive.interval import AdaptiveInterval, compare
-from kronfac.capture import broadcast
 from kronfac.capture.capture import Capture
 from kronfac.capture.sampling import Observer
 from kronfac.capture.unobserved import Unobserved
-from kronfac.distributed.comm.traffic import Traffic
-from kronfac.distributed.coordinator import Distributed
-from kronfac.distributed.parameter_owners import Ownership
+from kronfac.distributed.coordinator import Coordinator, Solved
+from kronfac.distributed.local import Local
 from kronfac.distributed.reduce import Moment
-from kronfac.distributed.spread import Spreading
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
@@ -41,6 +37,7 @@ from kronfac.rescale.factors import (
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, reads_sequences, rule_of
 from kronfac.state import state_dict as checkpoint
+from kronfac.state.fold import fold
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Normalizer
@@ -86,11 +83,7 @@ class Preconditioner:
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.detached = False
-        self.coordinator: Distributed | None = None
-        self.ownership: Ownership | None = None
-        self.spreading: Spreading | None = None
-        #: Whether ranks have agreed on which layers have inputs that stand for all samples.
-        self._agreed = False
+        self.coordinator: Coordinator = Local(self.phases)
         self._batches = Batches(self.phases)
         self._unobserved = Unobserved(options, self.capture)
 
@@ -118,7 +111,6 @@ class Preconditioner:
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
-        self._agreed = False
         sequences = reads_sequences(self.model)
         for state in self.layers.values():
             state.rule = rule_of(state.layer, options.rescale, sequences)
@@ -131,29 +123,25 @@ class Preconditioner:
             costs = [state.block.cost.refresh_flops for state in states]
             for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
                 state.offset = offset
-        if self.coordinator is not None:
-            self._share_out(self.coordinator, groups)
+        self._share_out(groups)
 
     def _refusal(self, layer: Layer) -> str | None:
         """Say why a layer is left to the base optimizer, or nothing."""
         lengths = self.options.rescale in ("unit", "orthogonal")
         return (no_matrix(layer) if lengths else None) or self.method.refusal(layer)
 
-    def join(self, coordinator: Distributed, groups: ParamGroups, reduces_gradients: bool) -> None:
+    def join(self, coordinator: Coordinator, groups: ParamGroups) -> None:
         """Share the work out over ranks from now on."""
         self.coordinator = coordinator
-        self.ownership = Ownership(coordinator, reduces_gradients)
-        self.spreading = Spreading(coordinator)
         self.capture.listener = coordinator.observed
-        self._share_out(coordinator, groups)
+        self._share_out(groups)
         self._announce()
 
-    def _share_out(self, coordinator: Distributed, groups: ParamGroups) -> None:
-        coordinator.attach(
-            list(self.layers.values()), int(self.schedules.at("refresh_every", self.clock.step))
-        )
-        if self.ownership is not None and coordinator.owns_parameters:
-            self.ownership.assign(list(self.layers.values()), groups)
+    def _share_out(self, groups: ParamGroups) -> None:
+        self.coordinator.attach(list(self.layers.values()), groups, self._interval)
+
+    def _interval(self) -> int:
+        return int(self.schedules.at("refresh_every", self.clock.step))
 
     def detach(self) -> None:
         """Remove every hook and forget all layers, for good."""
@@ -170,39 +158,34 @@ class Preconditioner:
 
     def run(self, groups: ParamGroups) -> None:
         """Carry out the phases that are due; gradients are preconditioned when it returns."""
-        if self.coordinator is not None:
-            for state in self.layers.values():
-                if state.layer.stale():
-                    state.reset()  # also where this rank has not observed it
-            self.coordinator.agree_on_solutions(list(self.layers.values()))
-        if self.ownership is not None:
-            self.ownership.reduce_gradients()
+        coordinator, states = self.coordinator, list(self.layers.values())
+        coordinator.agree(states)
+        coordinator.reduce_gradients()
         self._clip(groups)
         taken = self.capture.due
         if taken:
             with self.phases("reduce"):
                 try:
-                    self._reduce()
+                    self._reduce(states)
                 finally:
                     self.capture.clear()  # an error that is caught must not count a batch twice
-        self._refresh(taken)
+        damping = float(self.schedules.at("damping", self.clock.step))
+        due = self._due(states)
+        if taken and not due:
+            coordinator.reduce(states)
+        solved = coordinator.refresh(due, damping)
+        self._take_all(due, coordinator.share(solved))
+        self._judge(due)
         with self.phases("precondition"):
             updates = self._precondition(groups)
         with self.phases("rescale"):
             self._rescale(updates)
-        if self.spreading is not None and self.spreading.coordinator.spreads:
-            with self.phases("spread"):
-                self.spreading.spread([s for s in self.layers.values() if _is_preconditioned(s)])
-
-    def only_own(self) -> AbstractContextManager[None]:
-        """Let the base optimizer step only what this rank owns, where parameters have owners."""
-        return nullcontext() if self.ownership is None else self.ownership.only_own()
+        coordinator.spread([state for state in states if _is_preconditioned(state)])
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh."""
-        if self.coordinator is not None:
-            self.coordinator.consolidate(list(self.layers.values()))
-            self._announce()
+        self.coordinator.consolidate(list(self.layers.values()))
+        self._announce()
 
     def resume(
         self,
@@ -212,8 +195,6 @@ class Preconditioner:
         entries: dict[str, dict[str, Any]],
     ) -> None:
         """Take up what ranks had agreed on when state was saved, where that is possible."""
-        if self.coordinator is None:
-            return
 
         def holds_all() -> bool:
             return all(
@@ -221,10 +202,7 @@ class Preconditioner:
                 for (parameter, _), state in self.layers.items()
             )
 
-        if plan:
-            self.coordinator.resume(plan, holds_all)
-        if self.ownership is not None and self.coordinator.owns_parameters:
-            self.ownership.assign(list(self.layers.values()), groups)
+        self.coordinator.resume(plan, holds_all, list(self.layers.values()), groups)
 
     def advance(self) -> None:
         """Count a completed step."""
@@ -245,12 +223,12 @@ class Preconditioner:
 
     def _announce(self) -> None:
         """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
-        if self.coordinator is None:
-            return
-        due = []
-        if self.capture.due and not self.detached:
-            due = [s for s in self.layers.values() if self._may_refresh(s)]
-        self.coordinator.expect(due, self._moment)
+        self.coordinator.expect(self._coming, self._moment)
+
+    def _coming(self) -> list[LayerState]:
+        if not self.capture.due or self.detached:
+            return []
+        return [state for state in self.layers.values() if self._may_refresh(state)]
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
@@ -271,10 +249,9 @@ class Preconditioner:
         if bound is None or self.detached:
             return
         with self.phases("clip"):
-            if self.ownership is not None and self.ownership.active:
-                clip_gradients(self.ownership.own(), bound, self.ownership.add_up)
-            else:
-                clip_gradients([p for group in groups for p in group["params"]], bound, None)
+            trained = [p for group in groups for p in group["params"]]
+            own = [p for p in trained if self.coordinator.steps(p)]
+            clip_gradients(own, bound, self.coordinator.add_up_parameters)
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
         """Whether this is the zero-gradient step by which loaders make state appear.
@@ -296,15 +273,13 @@ class Preconditioner:
             state.allocate()
             self.observer.allocate(state.layer.weight.device)
 
-    def _reduce(self) -> None:
+    def _reduce(self, states: Sequence[LayerState]) -> None:
         """Fold what was observed since the last step into the running averages."""
-        states = list(self.layers.values())
-        if self.coordinator is None:
+        if self.coordinator.sees_all:
             self._unobserved.report(states)
-        else:
-            self.coordinator.before_fold(states, self.capture.passes)
+        self.coordinator.before_fold(states, self.capture.passes)
         normalizer = self._normaliser()
-        self._settle_broadcast(states, normalizer)
+        self.coordinator.settle_broadcast(states, normalizer)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
             self._fold(state, normalizer, decay)
@@ -312,30 +287,14 @@ class Preconditioner:
         self.clock.mark_factor()
         self.count("factor_updates")
 
-    def _settle_broadcast(self, states: Sequence[LayerState], normalizer: Normalizer) -> None:
-        """Add up over ranks what belongs to inputs that stand for all samples."""
-        coordinator = self.coordinator
-        if coordinator is None or coordinator.is_local:
-            broadcast.agree(states, None)
-            broadcast.settle(states, normalizer, add_up=None, adds=True)
-            return
-        if not self._agreed:
-            self._agreed = True
-            broadcast.agree(states, coordinator.world.largest)
-        broadcast.settle(states, normalizer, coordinator.add_rows, adds=coordinator.world.rank == 0)
-
     def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
         pending = state.pending
         pending.settle(state.solution)
-        owned = self.ownership is None or not self.ownership.active or state.is_worker
-        if state.has_gradient and owned:
+        if state.has_gradient and self.coordinator.observes_gradient(state):
             gradient = state.view.gradient()
             pending.add_gradient(state.block.observe_gradient(gradient, state.solution))
-        for name, running in state.running.items():
-            running.decay(decay)
-            found = pending.contribution(name, normalizer, in_place=True)
-            if found is not None:
-                running.add(*found)
+        for name in state.running:
+            fold(state, name, decay, normalizer)
 
     def _adaptive(self) -> AdaptiveInterval | None:
         interval = self.schedules.get("refresh_every")
@@ -344,51 +303,36 @@ class Preconditioner:
     def _may_refresh(self, state: LayerState) -> bool:
         return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
 
-    def _refresh(self, taken: bool) -> None:
-        """Solve anew for the layers that are due."""
-        damping = float(self.schedules.at("damping", self.clock.step))
-        interval = self._adaptive()
-        judged = interval is not None and interval.due(self.clock.step)
+    def _due(self, states: Iterable[LayerState]) -> list[LayerState]:
+        """The layers that are solved again at this step."""
         due = [
             state
-            for state in self.layers.values()
+            for state in states
             # A layer that could not be solved yet waits for something new.
             if self._may_refresh(state)
             and (state.last_refresh is not None or state.has_new_statistics)
         ]
         for state in due:
             state.has_new_statistics = False
-        if self.coordinator is None:
-            with self.phases("refresh"):
-                for state in due:
-                    with self.phases.part("refresh", state.name):
-                        self._solve_here(state, damping)
-        elif due:
-            solutions = self.coordinator.solve(due, damping)
-            for state, solution in solutions.items():
-                self._take(state, solution)
-            self._unobserved.report_unseen(state for state in due if state not in solutions)
-        elif taken and not self.coordinator.settings.deferred:
-            self.coordinator.consolidate(list(self.layers.values()))
-        if interval is not None and judged and due:
-            self._judge(interval, due)
+        return due
 
-    def _judge(self, interval: AdaptiveInterval, due: Sequence[LayerState]) -> None:
+    def _take_all(self, due: Sequence[LayerState], solved: Iterable[Solved]) -> None:
+        found = set()
+        for state, solution in solved:
+            self._take(state, solution)
+            found.add(state)
+        if not self.coordinator.sees_all:
+            self._unobserved.report_unseen(state for state in due if state not in found)
+
+    def _judge(self, due: Sequence[LayerState]) -> None:
         """Adapt the interval to what has changed since the last refreshes, alike on all ranks."""
-        votes = compare(due, interval.rule.tolerance)
-        if self.coordinator is not None:
-            votes = self.coordinator.world.total(votes)
+        interval = self._adaptive()
+        if interval is None or not due or not interval.due(self.clock.step):
+            return
+        votes = self.coordinator.total(compare(due, interval.rule.tolerance))
         verdict = interval.judge(votes.tolist(), self.clock.step)
         if verdict != "kept":
             self.count(f"refresh_{verdict}")
-
-    def _solve_here(self, state: LayerState, damping: float) -> None:
-        if any(running.sum is None for running in state.running.values()):
-            return
-        means = {name: running.mean() for name, running in state.running.items()}
-        ready = {name: mean for name, mean in means.items() if mean is not None}
-        if len(ready) == len(means):
-            self._take(state, state.block.refresh(ready, state.solution, damping))
 
     def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
         """Use a new solution from now on; without one, the last good one stays."""
@@ -467,8 +411,7 @@ class Preconditioner:
     def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
         """The factor of all layers on all ranks."""
         total = kl_clip_sum(steps)
-        if self.coordinator is not None:
-            total = self.coordinator.add_up(total, self.model)
+        total = self.coordinator.add_up_layers(total, self.model)
         factor = kl_clip_factor(total, self.options.kl_clip)
         self.count("kl_clip_steps")
         self.count("kl_clip_active", (factor < 1).to(torch.int64))
@@ -486,11 +429,7 @@ class Preconditioner:
         counters = {name: int(value) for name, value in self.counters.items()}
         return {
             "steps": self.clock.step,
-            **(
-                {**Traffic().stats(), "waited": 0.0}
-                if self.coordinator is None
-                else self.coordinator.stats()
-            ),
+            **self.coordinator.stats(),
             "factor_updates": counters.get("factor_updates", 0),
             "refreshes": counters.get("refreshes", 0),
             "kl_clip_steps": counters.get("kl_clip_steps", 0),
@@ -515,9 +454,7 @@ class Preconditioner:
     def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
         """What is saved, by parameter name; every trainable parameter has at least the step."""
         step = torch.tensor(self.clock.step, dtype=torch.int64, device="cpu")
-        partial = torch.tensor(
-            self.coordinator is not None and self.coordinator.is_partial, device="cpu"
-        )
+        partial = torch.tensor(self.coordinator.is_partial, device="cpu")
         found: dict[str, dict[str, Any]] = {
             name: {"step": step} for p, name in names.items() if p.requires_grad
         }
@@ -543,7 +480,6 @@ class Preconditioner:
     ) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start anew."""
         self.capture.clear()
-        self._agreed = False
         self.clock.step, self.clock.last_factor = 0, None
         for (parameter, _), state in self.layers.items():
             checkpoint.load_layer(state, entries.get(names[parameter], {}))
@@ -563,9 +499,8 @@ class Preconditioner:
             if "random" in entry:
                 self.observer.set_random_state(entry["random"])
         self.capture.begin_step(self.clock.factor_due() and not self.detached)
-        if self.coordinator is not None:
-            self.coordinator.start_anew()
-            self._announce()
+        self.coordinator.restart()
+        self._announce()
 
     def check_entries(
         self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]

@@ -38,10 +38,6 @@ class Plan:
             self._began = now
         self._ready[key] = now - self._began
 
-    def forget(self) -> None:
-        """Begin to watch anew, at the next step."""
-        self._ready.clear()
-
     def decide(self, world: ProcessGroup, sizes: Mapping[str, int], link: Link) -> None:
         """Choose the groups; all ranks call this together."""
         keys = list(sizes)

@@ -1,0 +1,316 @@
+"""Several ranks: the layers of one optimizer shared out over them.
+
+This is the front of the room. Who does what is in ``layout``, statistics on their way in ``rounds`` and
+``reduce``, solving in ``staging`` and ``refresh``, gradients in ``spread``, parameters with owners in
+``parameter_owners``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.capture import broadcast
+from kronfac.distributed import consistency, staging
+from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.distributed.coordinator import Coordinator, ParamGroups, Solved
+from kronfac.distributed.exchange import exchange_gradients
+from kronfac.distributed.gather_state import gather_state
+from kronfac.distributed.layout import Layout
+from kronfac.distributed.local import settle_own
+from kronfac.distributed.overview import Overview, overview, solved_by
+from kronfac.distributed.parameter_owners import Ownership
+from kronfac.distributed.reduce import Moment
+from kronfac.distributed.rounds import Rounds
+from kronfac.distributed.spread import Spreading
+from kronfac.placement.place import Placement
+from kronfac.placement.scheme import Distribute
+from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
+from kronfac.statistics.pending import Normalizer, Pass, count_dtype
+
+
+class Distributed(Coordinator):
+    """The layers of one optimizer, shared out over the ranks of a process group.
+
+    ``reduces_gradients`` says that nobody else averages gradients over ranks.
+    """
+
+    sees_all = False
+
+    def __init__(
+        self,
+        world: ProcessGroup,
+        settings: Distribute,
+        phases: Phases,
+        reduces_gradients: bool,
+    ) -> None:
+        self.world = world
+        self.settings = settings
+        self.phases = phases
+        self.layout = Layout(world, settings)
+        self.rounds = Rounds(self.layout, phases)
+        self.spreading = Spreading(self.layout)
+        self.ownership = Ownership(self.layout, phases, reduces_gradients)
+        self._warned = False
+        #: Whether ranks have compared their gradients, and agreed on inputs that stand for all samples.
+        self._compared = self._agreed_on_broadcast = False
+
+    # --- who is there, and who does what --------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.world.size
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of these ranks."""
+        return self.world.parent
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which rank does what."""
+        return self.layout.placement
+
+    def attach(
+        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+    ) -> None:
+        """Give new layers and parameters their places; those of others do not change."""
+        self._agreed_on_broadcast = False
+        self.layout.attach(states, refresh_every())
+        self.rounds.buckets.clear()
+        self.ownership.assign(states, groups)
+
+    def use(self, placement: Placement) -> None:
+        """Work by this placement from now on."""
+        self.layout.use(placement)
+        self.rounds.buckets.clear()
+
+    def solved_by(self, state: LayerState) -> str:
+        """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its parts, ``"0+3"`` if divided."""
+        return solved_by(self.layout, state)
+
+    def overview(self, states: Sequence[LayerState]) -> Overview:
+        """What the summary says of ranks."""
+        direct = self.rounds.early.direct
+        return overview(self.layout, states, direct, self.ownership.message_bytes)
+
+    # --- before the step ------------------------------------------------------------------------
+
+    def expect(
+        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
+    ) -> None:
+        """Say which layers will be refreshed at the coming step: their statistics may leave early."""
+        self.rounds.expect(coming, moment)
+
+    def observed(self, state: LayerState, source: str) -> None:
+        """Take note of a call that has been observed."""
+        self.rounds.observed(state, source)
+
+    def meet(self, groups: ParamGroups, is_joining: Callable[[], bool], active: bool) -> None:
+        """See that all ranks are at the same step, with the same gradients."""
+        trained = [p for group in groups for p in group["params"]]
+        if is_joining() and not self.separate_gradients:
+            exchange_gradients(self.world, trained, active)
+        if self._compared:
+            return
+        self._compared = True
+        if self.separate_gradients:
+            consistency.check_parameters(self.world, trained)
+        else:
+            consistency.check_gradients(self.world, trained)
+
+    def agree(self, states: Sequence[LayerState]) -> None:
+        """Let layers of another shape start again, also where this rank has not observed them.
+
+        After loading, a layer whose solution any of its ranks misses is solved again by all.
+        """
+        for state in states:
+            if state.layer.stale():
+                state.reset()
+        if not self.rounds.loaded:
+            return
+        self.rounds.loaded = False
+        missing = [
+            float(s.is_worker and s.solution is None and s.solved_at is not None) for s in states
+        ]
+        never = [float(state.solved_at is None) for state in states]
+        total = self.world.total([*missing, *never]).tolist()
+        for index, state in enumerate(states):
+            if total[index] or 0 < total[index + len(states)] < self.world.size:
+                state.forget_solution()
+
+    # --- gradients and parameters with owners ---------------------------------------------------
+
+    @property
+    def separate_gradients(self) -> bool:
+        """Whether each rank has gradients of its own until the step."""
+        return self.ownership.separate
+
+    def reduce_gradients(self) -> None:
+        """Leave the mean of separate gradients with each parameter's owner."""
+        self.ownership.reduce_gradients()
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Whether the base optimizer steps a parameter here."""
+        return self.ownership.steps(parameter)
+
+    def only_own(self) -> AbstractContextManager[None]:
+        """Hide the gradients of parameters that other ranks step."""
+        return self.ownership.only_own()
+
+    def spread_weights(self) -> None:
+        """Send each parameter from its owner to all others, where parameters have owners."""
+        self.ownership.spread_weights()
+
+    # --- the phases of a step -------------------------------------------------------------------
+
+    def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
+        """Look at what has been observed until the step, before it is folded and forgotten."""
+        self.rounds.before_fold(states, passes)
+
+    def settle_broadcast(self, states: Sequence[LayerState], normalizer: Normalizer) -> None:
+        """Add up over ranks what belongs to inputs that stand for all samples."""
+        if self.layout.is_local:
+            settle_own(states, normalizer)
+            return
+        if not self._agreed_on_broadcast:
+            self._agreed_on_broadcast = True
+            broadcast.agree(states, self.world.largest)
+        broadcast.settle(states, normalizer, self._add_rows, adds=self.world.rank == 0)
+
+    def _add_rows(self, flat: Tensor) -> None:
+        self.world.all.all_reduce("reduce", flat).wait()
+
+    def observes_gradient(self, state: LayerState) -> bool:
+        """Whether this rank has the layer's gradient of the whole batch."""
+        return not self.ownership.active or state.is_worker
+
+    def reduce(self, states: Sequence[LayerState]) -> None:
+        """Add up statistics on a factor step that refreshes nothing, unless that is deferred."""
+        if not self.settings.deferred:
+            self.rounds.consolidate(states)
+
+    def refresh(self, due: Sequence[LayerState], damping: float) -> Iterable[Solved]:
+        """Solve layers again, each part where it was placed; solutions leave when they are ready."""
+        return staging.solve(self.rounds, due, damping) if due else ()
+
+    def share(self, solved: Iterable[Solved]) -> Iterable[Solved]:
+        """Receive the solutions that this rank needs, on which all ranks have agreed."""
+        return list(solved)
+
+    def spread(self, states: Sequence[LayerState]) -> None:
+        """Send preconditioned gradients along the row, where some of its ranks do not have them."""
+        if self.layout.spreads:
+            with self.phases("spread"):
+                self.spreading.spread(states)
+
+    # --- numbers --------------------------------------------------------------------------------
+
+    def total(self, values: Tensor) -> Tensor:
+        """Add a few numbers over ranks."""
+        return self.world.total(values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Average a few numbers over ranks, each of which has a part of the batch."""
+        return self.world.total(values).to(values) / self.world.size
+
+    def add_up_layers(self, total: Tensor, model: nn.Module) -> Tensor:
+        """Add a number over layers, of which each rank knows those that it works on."""
+        if self.layout.row.size == 1:
+            return total
+        device = next(model.parameters()).device
+        flat = total.to(device, count_dtype(device)).reshape(1)
+        if not self.layout.is_first_row:
+            flat = torch.zeros_like(flat)
+        self.world.all.all_reduce("rescale", flat).wait()
+        return flat[0]
+
+    def add_up_parameters(self, total: Tensor) -> Tensor:
+        """Add a number over parameters, of which each rank knows those that it steps."""
+        return self.ownership.add_up(total)
+
+    def stats(self) -> dict[str, Any]:
+        """What has travelled, and how long this rank has waited for it."""
+        return {**self.world.traffic.stats(), "waited": self.rounds.waited}
+
+    # --- saving ---------------------------------------------------------------------------------
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks have observed something since the last round."""
+        return self.rounds.is_partial
+
+    def warn_if_partial(self) -> None:
+        """Say once that a state leaves something out."""
+        if self.is_partial and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "this state leaves out what other ranks have observed since the last refresh; call "
+                "optimizer.consolidate() on all ranks before state_dict() to have it in.",
+                stacklevel=4,
+            )
+
+    def consolidate(self, states: Sequence[LayerState]) -> None:
+        """Add up what ranks have observed since the last refresh, at the keepers of statistics."""
+        self.rounds.consolidate(states)
+
+    def gather_state(self, own: dict[str, Any], to: int) -> dict[str, Any] | None:
+        """The whole state on rank ``to``, and ``None`` elsewhere."""
+        return gather_state(self.world, own, to)
+
+    def describe(self) -> str:
+        """What all ranks have agreed on, for a resume in a world of the same size."""
+        return json.dumps(
+            {
+                "size": self.world.size,
+                "scheme": str(self.settings.scheme),
+                "placement": self.layout.placed.to_json(),
+                "groups": self.rounds.plan.groups,
+            }
+        )
+
+    def resume(
+        self,
+        described: str,
+        holds_all: Callable[[], bool],
+        states: Sequence[LayerState],
+        groups: ParamGroups,
+    ) -> None:
+        """Take up what a run on as many ranks had agreed on; otherwise keep the present places.
+
+        ``holds_all`` says whether this rank was given all that it then has to hold: state that was read
+        piece by piece (``torch.distributed.checkpoint``) is that of the present placement.
+        """
+        saved = json.loads(described) if described else {}
+        if self._adopts(saved, holds_all):
+            self.rounds.plan.groups = saved["groups"]
+            self.rounds.buckets.clear()
+        self.ownership.assign(states, groups)
+
+    def _adopts(self, saved: Mapping[str, Any], holds_all: Callable[[], bool]) -> bool:
+        """Use a saved placement if it fits; says whether it is in use on all ranks."""
+        here = (self.world.size, str(self.settings.scheme))
+        if (saved.get("size"), saved.get("scheme")) != here:
+            return False
+        before, placement = self.layout.placed, Placement.from_json(saved["placement"])
+        if not self.layout.fits(placement):
+            return False
+        if placement != before:
+            self.use(placement)
+            if self.world.total([float(not holds_all())]).item() > 0:
+                self.use(before)
+                return False
+        return True
+
+    def restart(self) -> None:
+        """Forget what is under way, after state was loaded on all ranks."""
+        self._agreed_on_broadcast = False
+        self.rounds.restart()

@@ -1,0 +1,181 @@
+"""Who does what: the layers of one optimizer, and the ranks that they are placed on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from kronfac.distributed.calibrate import measure_compute, measure_link
+from kronfac.distributed.comm.collectives import Collectives
+from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.distributed.workload import unit_of
+from kronfac.placement.costs import Compute, LayerUnit, Link
+from kronfac.placement.place import Placement, Task, place
+from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid
+from kronfac.planner.choose import choose
+from kronfac.state.layer_state import LayerState
+
+
+class Layout:
+    """Layers, their names and their work in numbers, and the placement of that work."""
+
+    def __init__(self, world: ProcessGroup, settings: Distribute) -> None:
+        self.world = world
+        self.settings = settings
+        self.placement: Placement | None = None
+        #: The layers' work in numbers, and their names, which are unique in the model.
+        self.units: dict[LayerState, LayerUnit] = {}
+        self.names: dict[LayerState, str] = {}
+        self._link: Link | None = None
+
+    # --- placing --------------------------------------------------------------------------------
+
+    def attach(self, states: Sequence[LayerState], refresh_every: int) -> None:
+        """Give new layers their places; those of others do not change."""
+        new = [state for state in states if state not in self.units]
+        taken = set(self.names.values())
+        tied: dict[Any, str] = {}
+        for state in states:
+            name = self.names.get(state, "")
+            if not name:
+                part = state.layer.part
+                name = state.name if state.name not in taken else f"{state.name}:{part}"
+                taken.add(name)
+                self.names[state] = name
+            own = state.layer.parameters
+            first = next((tied[p] for p in own if p in tied), name)
+            tied |= dict.fromkeys(own, first)
+            self.units[state] = unit_of(name, state, self.settings.triangles, first)
+        self._place([self.units[state] for state in new], refresh_every)
+
+    def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
+        placement = self._placement_of(units, refresh_every)
+        if self.settings.scheme in ("auto", "spd"):  # they follow measurements
+            placement = Placement.from_json(self.world.first(placement.to_json()))
+        if self.placement is not None:
+            assignments = {**self.placement.assignments, **placement.assignments}
+            placement = Placement(placement.scheme, placement.grid, assignments)
+        self.use(placement)
+
+    def _placement_of(self, units: Sequence[LayerUnit], refresh_every: int) -> Placement:
+        scheme = self.settings.scheme
+        if scheme == "auto" and self.placement is not None:
+            scheme, grid = self.placement.scheme, self.placement.grid
+            scheme = scheme if scheme in SCHEMES else Hybrid(grid.workers / grid.size)
+        size, link, compute = self.world.size, Link(), Compute()
+        if scheme in ("auto", "spd") and size > 1:
+            link, compute = self.measured_link(), measure_compute(self.world)
+        if scheme == "auto":
+            direct = self.world.all.direct
+            return choose(units, size, link, compute, refresh_every, direct=direct)[0]
+        return place(
+            units,
+            size,
+            scheme,
+            link=link,
+            compute=compute,
+            refresh_every=refresh_every,
+            balanced=self.settings.balanced,
+            split=self.settings.split,
+        )
+
+    def use(self, placement: Placement) -> None:
+        """Work by this placement from now on."""
+        self.placement = placement
+        grid, rank = placement.grid, self.world.rank
+        self.column: Collectives = self.world.collectives(tuple(grid.column(grid.column_of(rank))))
+        self.row: Collectives = self.world.collectives(tuple(grid.row(grid.row_of(rank))))
+        index = itertools.count()
+        for state in self.units:
+            state.is_worker = self.works_on(state)
+            state.observed = state.is_worker or not self.is_local
+            kept = [name for name in state.running if self._keeps(state, name, next(index))]
+            state.kept = frozenset(kept)
+
+    def _keeps(self, state: LayerState, name: str, index: int) -> bool:
+        if self.is_local:
+            return state.is_worker
+        keeper = self.placed.keeper(self.units[state], self.key(state, name), index)
+        return keeper == self.world.rank
+
+    def measured_link(self) -> Link:
+        """How fast messages are, measured once."""
+        if self._link is None:
+            self._link = measure_link(self.world)
+        return self._link
+
+    # --- looking up -----------------------------------------------------------------------------
+
+    @property
+    def placed(self) -> Placement:
+        """The placement, once there is one."""
+        assert self.placement is not None
+        return self.placement
+
+    @property
+    def is_local(self) -> bool:
+        """Whether statistics stay where they were observed."""
+        return self.placed.scheme == "local"
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether the base optimizer steps a layer only at its owner."""
+        return self.placed.scheme == "layer-parallel"
+
+    @property
+    def spreads(self) -> bool:
+        """Whether preconditioned gradients travel at every step."""
+        return self.row.size > 1 and not self.owns_parameters
+
+    @property
+    def is_first_row(self) -> bool:
+        """Whether this rank is in the first row; the ranks of another row know the same layers."""
+        return self.placed.grid.row_of(self.world.rank) == 0
+
+    def key(self, state: LayerState, name: str) -> str:
+        """The name of one of a layer's tensors, unique in the model."""
+        return f"{self.names[state]}/{name}"
+
+    def works_on(self, state: LayerState) -> bool:
+        """Whether this rank holds the layer's solution and preconditions its gradient."""
+        return self.placed.is_worker(self.names[state], self.world.rank)
+
+    def owner(self, state: LayerState) -> int:
+        """The first of the ranks that hold the layer's solution."""
+        return self.placed.workers(self.names[state])[0]
+
+    def task(self, state: LayerState, part: str) -> Task:
+        """Where a part of a layer is solved."""
+        return self.placed.assignments[self.names[state]].tasks[part]
+
+    def solvers(self, state: LayerState, part: str) -> tuple[int, ...]:
+        """The ranks that solve a part of a layer."""
+        return self.placed.solvers(self.names[state], part)
+
+    def root(self, state: LayerState, name: str) -> int | None:
+        """The one rank that needs a statistic's sum, or ``None`` if several do."""
+        needs = self.placed.needs(self.units[state], self.key(state, name))
+        return needs[0] if needs is not None and len(needs) == 1 else None
+
+    def gradient_root(self, state: LayerState) -> int:
+        """The rank of this row that preconditions a layer's gradient."""
+        column = self.placed.assignments[self.names[state]].column
+        return self.placed.grid.root(self.world.rank, column)
+
+    def statistic_bytes(self, state: LayerState, name: str) -> int:
+        """Bytes of a statistic in a message."""
+        key = self.key(state, name)
+        return next(one.bytes for one in self.units[state].statistics if one.key == key)
+
+    def fits(self, placement: Placement) -> bool:
+        """Whether a placement is one of these layers, solved in the same parts."""
+        if set(placement.assignments) != set(self.names.values()):
+            return False
+        for state, name in self.names.items():
+            parts, tasks = state.block.parts, placement.assignments[name].tasks
+            if set(tasks) != set(parts) or any(
+                task.split and parts[part].shared_flops is None for part, task in tasks.items()
+            ):
+                return False
+        return True

@@ -1,0 +1,149 @@
+"""When statistics travel: early where a rank has observed them, and the rest at the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kronfac.distributed.comm.buckets import Bucket
+from kronfac.distributed.comm.flat import Item
+from kronfac.distributed.comm.plan import Plan
+from kronfac.distributed.layout import Layout
+from kronfac.distributed.reduce import Moment, Round
+from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
+
+
+class Rounds:
+    """The round of statistics that is under way, and what is kept from one to the next."""
+
+    def __init__(self, layout: Layout, phases: Phases) -> None:
+        world, settings = layout.world, layout.settings
+        self.layout = layout
+        self.phases = phases
+        self.plan = Plan()
+        #: The way of statistics. They leave early where a rank has observed them, and at the step where
+        #: it has not: because a layer is not used there, or because the rank has run out of batches.
+        self.early = (
+            world.collectives(range(world.size), "early") if settings.overlap else world.all
+        )
+        #: Memory of messages, kept from one round to the next.
+        self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
+        #: Seconds in which this rank did nothing but wait for statistics.
+        self.waited = 0.0
+        #: Whether state was loaded, on which ranks have not agreed yet.
+        self.loaded = False
+        self._current: Round | None = None
+        self._stale = self._has_new_statistics = False
+        self._expected: list[LayerState] = []
+        self._moment: Callable[[], Moment] | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks have observed something since the last round."""
+        return self._has_new_statistics and not self.layout.is_local
+
+    def restart(self) -> None:
+        """Forget what is under way, after state was loaded on all ranks."""
+        if self._current is not None:
+            for _ in self._current.finish(False):
+                pass
+        self._current, self._expected = None, []
+        self._has_new_statistics, self.loaded = False, True
+
+    # --- before the step ------------------------------------------------------------------------
+
+    def expect(
+        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
+    ) -> None:
+        """Say which layers will be refreshed at the coming step."""
+        if self._current is None:
+            # After loading, ranks may differ until they have agreed at the next step.
+            self._expected = [] if self.loaded else list(coming())
+            self._moment = moment
+
+    def observed(self, state: LayerState, source: str) -> None:
+        """Take note of a call that has been observed."""
+        layout = self.layout
+        if layout.is_local or not self._expected or not layout.settings.overlap:
+            return
+        if self.plan.groups is None:
+            for name, running in state.running.items():
+                if running.statistic.source == source:
+                    self.plan.watch(layout.key(state, name))
+            return
+        if self._current is None:
+            for one in self._expected:
+                if one.layer.stale():
+                    one.reset()
+            self._current = Round(self, self._expected)
+        if self._moment is not None:
+            self._current.observed(state, source, self._moment())
+
+    def before_fold(self, states: Sequence[LayerState], passes: Mapping[Any, Any]) -> None:
+        """Look at what has been observed until the step, before it is folded and forgotten."""
+        self._has_new_statistics = True
+        self._stale = self._current is not None and self._current.is_stale(passes)
+        for state in states:
+            for name, running in state.running.items():
+                version = state.pending.versions[running.statistic.source]
+                if version:
+                    self.plan.calls[self.layout.key(state, name)] = version
+
+    # --- at the step ----------------------------------------------------------------------------
+
+    def finish(self, states: Sequence[LayerState]) -> tuple[Round, Iterator[Mapping[str, Tensor]]]:
+        """Send off what has not left of these layers; returns sums as they arrive."""
+        current, self._current = self._current, None
+        may_have_left = self.plan.groups is not None and self.layout.settings.overlap
+        if may_have_left and self._expected and self._expected != list(states):
+            # Others are due than were expected: what has left on any rank has to arrive on all.
+            for _ in (current or Round(self, self._expected)).finish(False):
+                pass
+            current = None
+        if current is None:
+            current, self._stale = Round(self, states), False
+        self._expected = []
+        started = time.perf_counter()
+        arrivals = current.finish(self._stale)
+        self.waited += time.perf_counter() - started
+        done = set(states)
+        everyone = self.layout.units
+        if all(state in done or not state.layer.weight.requires_grad for state in everyone):
+            self._has_new_statistics = False
+        return current, arrivals
+
+    def timed(self, arrivals: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+        """Count the seconds until each message has arrived."""
+        while True:
+            started = time.perf_counter()
+            arrived = next(arrivals, None)
+            self.waited += time.perf_counter() - started
+            if arrived is None:
+                return
+            yield arrived
+
+    def consolidate(self, states: Sequence[LayerState]) -> None:
+        """Add up all statistics at their keepers."""
+        if self.layout.is_local:
+            return
+        with self.phases("reduce"):
+            self._stale = self._current is not None  # it holds what has not been folded yet
+            current, arrivals = self.finish(states)
+            sums: dict[str, Tensor] = {}
+            for arrived in arrivals:
+                sums.update(arrived)
+            current.settle(sums)
+
+    def decide_groups(self, current: Round) -> None:
+        """After the first round, choose in which company statistics leave."""
+        if not self.layout.settings.overlap or self.plan.groups is not None:
+            return
+        sources = current.sources
+        keys = [key for key in sources if key not in current.gathered]
+        sizes = {key: self.layout.statistic_bytes(*sources[key]) for key in keys}
+        self.plan.decide(self.layout.world, sizes, self.layout.measured_link())
+        self.buckets.clear()
