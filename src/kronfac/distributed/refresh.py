@@ -38,6 +38,8 @@ class Solving:
         self.failed = dict.fromkeys(due, False)
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self._messages: list[Broadcast | Bucket] = []
+        #: Shapes of solutions of which the data decides a size, by key.
+        self._sizes: dict[str, tuple[int, ...]] = {}
 
     def run(self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]) -> None:
         """Solve stage by stage, each when its statistics have arrived, and send off solutions."""
@@ -100,13 +102,14 @@ class Solving:
         found: Mapping[Work, dict[str, Tensor] | None],
         wire: torch.dtype | None,
     ) -> None:
-        items = [item for state, part, rank in owned for item in self._items(state, part, rank)]
         values: dict[str, Tensor] = {}
         for (state, _), solution in found.items():
             if solution is None:
                 self.failed[state] = True
             for name, value in (solution or {}).items():
                 values[self.layout.key(state, name)] = value
+        self._agree_on_sizes(owned, values)
+        items = [item for state, part, rank in owned for item in self._items(state, part, rank)]
         for broadcast in make_broadcasts(items, self.layout.column, "share", wire):
             if broadcast.mine:
                 for key in broadcast.keys:
@@ -114,13 +117,36 @@ class Solving:
             broadcast.launch()
             self._messages.append(broadcast)
 
+    def _agree_on_sizes(
+        self, owned: Sequence[tuple[LayerState, str, int]], values: Mapping[str, Tensor]
+    ) -> None:
+        """Let all ranks of the column know the sizes that the data has decided."""
+        open_shapes = {
+            self.layout.key(state, name): shape
+            for state, part, _ in owned
+            for name in state.block.parts[part].solution
+            if None in (shape := state.block.solution_shapes[name])
+        }
+        if not open_shapes:
+            return
+        found = [
+            float(size)
+            for key, shape in open_shapes.items()
+            for size in (values[key].shape if key in values else [0] * len(shape))
+        ]
+        flat = torch.tensor(found, dtype=torch.float64, device=self.layout.world.device)
+        self.layout.column.all_reduce("control", flat).wait()
+        sizes = iter(flat.tolist())
+        for key, shape in open_shapes.items():
+            self._sizes[key] = tuple(int(next(sizes)) for _ in shape)
+
     def _items(self, state: LayerState, part: str, root: int | None) -> list[Item]:
         block, weight = state.block, state.layer.weight
         found = []
         for name in block.parts[part].solution:
-            shape = tuple(n or 0 for n in block.solution_shapes[name])
-            symmetric = name in block.symmetric_solutions and self.layout.settings.triangles
             key = self.layout.key(state, name)
+            shape = self._sizes.get(key) or tuple(n or 0 for n in block.solution_shapes[name])
+            symmetric = name in block.symmetric_solutions and self.layout.settings.triangles
             dtype = state.layer.factor_dtype
             found.append(Item(key, shape, dtype, weight.device, symmetric, root))
         return found
