@@ -15,12 +15,8 @@ from typing import Any, Unpack, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from kronfac.adaptive.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
-from kronfac.adaptive.interval import Interval, StaleInterval, as_given, as_intervals
-from kronfac.capture.grad_scaler import calling_scaler
 from kronfac.capture.hooks import remove_inert_hooks
 from kronfac.capture.outputs import Outputs
 from kronfac.distributed.comm.process_group import ProcessGroup
@@ -30,32 +26,28 @@ from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
 from kronfac.optimizer.common import Common
+from kronfac.optimizer.hyperparameters import Hyperparameters
+from kronfac.optimizer.inspection import Inspection
 from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
 from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
-from kronfac.optimizer.summary import describe, left_out
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
-from kronfac.options.config import Number, Options, Schedules, check_scaler
+from kronfac.options.config import Options, Schedules
 from kronfac.placement.place import Placement
 from kronfac.placement.scheme import Distribute, as_distribute
 from kronfac.protocol.method import Method
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.integrity import check_entries, check_saved
-from kronfac.state.layer_state import LayerState
-from kronfac.state.timing import Seconds
 from kronfac.step.pipeline import Preconditioner
 from kronfac.step.validation import (
     check_base,
     check_closure,
-    check_curvature,
     check_join,
-    check_lever,
     check_model,
     check_param_group,
     check_process_group,
     check_rank,
     check_ranks,
-    check_stagger,
     check_tensors,
 )
 
@@ -77,7 +69,7 @@ def version(package: str) -> str:
         return "not installed"
 
 
-class Preconditioned(Optimizer, Joinable):
+class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
     """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
@@ -310,105 +302,6 @@ class Preconditioned(Optimizer, Joinable):
         self.consolidate()
         return coordinator.gather_state(self.state_dict(), to)
 
-    # --- hyperparameters that may change --------------------------------------------------------
-
-    @property
-    def damping(self) -> Number | LevenbergMarquardt:
-        """The damping γ as it was given; ``stats()["damping"]`` is its value now."""
-        value = self._get("damping")
-        given: Number | LevenbergMarquardt = (
-            value.rule if isinstance(value, AdaptiveDamping) else value
-        )
-        return given
-
-    @damping.setter
-    def damping(self, value: Number | LevenbergMarquardt) -> None:
-        preconditioner = self._preconditioner
-        check_lever(value, preconditioner.options.rescale)
-        check_curvature(value, preconditioner.layers.values())
-        self._set("damping", as_schedule(value))
-
-    @property
-    def factor_every(self) -> Interval:
-        """Steps between updates of the statistics."""
-        return as_given(self._get("factor_every"))
-
-    @factor_every.setter
-    def factor_every(self, value: Interval) -> None:
-        if isinstance(value, StaleInterval) and value == self.refresh_every:
-            self._set("factor_every", self._get("refresh_every"))
-        else:
-            self._set("factor_every", as_intervals(value, self.refresh_every)[0])
-
-    @property
-    def refresh_every(self) -> Interval:
-        """Steps between renewals of the solutions; ``stats()["refresh_every"]`` is its value now."""
-        return as_given(self._get("refresh_every"))
-
-    @refresh_every.setter
-    def refresh_every(self, value: Interval) -> None:
-        factor, refresh = as_intervals(self.factor_every, value)
-        check_stagger(self._preconditioner.options.stagger, refresh)
-        self._preconditioner.schedules.set("factor_every", factor)
-        self._set("refresh_every", refresh)
-
-    @property
-    def decay(self) -> Number:
-        """Weight of the old statistics at each update."""
-        value: Number = self._get("decay")
-        return value
-
-    @decay.setter
-    def decay(self, value: Number) -> None:
-        self._set("decay", value)
-
-    @property
-    def momentum(self) -> Number:
-        """Heavy ball before preconditioning; it may change if it was not 0 at first."""
-        value: Number = self._get("momentum")
-        return value
-
-    @momentum.setter
-    def momentum(self, value: Number) -> None:
-        if value and not self._preconditioner.options.momentum:
-            raise ValueError(
-                f"momentum={value!r} cannot be set later on an optimizer without it; build it with "
-                "momentum=0.9, for example."
-            )
-        self._set("momentum", value)
-
-    @property
-    def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler whose factor is in the gradients that are observed."""
-        return self._preconditioner.capture.scaler
-
-    @grad_scaler.setter
-    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        check_scaler(scaler)
-        self._preconditioner.capture.scaler = scaler
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False: gradients arrive unscaled. A scaler that asks is the one whose factor we observe."""
-        scaler = calling_scaler()
-        if scaler is not None and self._preconditioner.coordinator.separate_gradients:
-            raise RuntimeError(
-                "a gradient scaler looks at gradients before they are averaged, so that ranks would "
-                "not skip the same steps: with distribute='layer-parallel', wrap the model in "
-                "DistributedDataParallel to use one."
-            )
-        if scaler is not None and scaler is not self.grad_scaler:
-            self._preconditioner.capture.adopt(scaler)
-        return False
-
-    def _get(self, name: str) -> Any:
-        return self._preconditioner.schedules.get(name)
-
-    def _set(self, name: str, value: Any) -> None:
-        preconditioner = self._preconditioner
-        preconditioner.schedules.set(name, value)
-        preconditioner.reschedule()
-
     # --- observing ------------------------------------------------------------------------------
 
     def observe(
@@ -448,84 +341,6 @@ class Preconditioned(Optimizer, Joinable):
         self._preconditioner.detach()
         self._outputs.remove()
         self._base_steps.remove()
-
-    # --- looking --------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers: what has been done, what went wrong, and what has travelled.
-
-        - ``steps``, ``factor_updates``, ``refreshes``: completed steps, updates of the statistics,
-          solutions that were made (one for each layer);
-        - ``refresh_every``, its value now; ``refresh_lengthened`` and ``refresh_shortened``, what an
-          interval that adapts itself has done;
-        - ``damping``, its value now; ``damping_raised``, ``damping_lowered`` and ``damping_rejected``,
-          what a damping that adapts itself has done;
-        - ``kl_clip_steps``, ``kl_clip_active``: steps with ``rescale="kl-clip"``, and those that it
-          shortened;
-        - ``learning_rate``, ``momentum``: of the last step with ``rescale="quadratic"``, only then;
-        - ``dropped``, ``failures``: by layer, contributions that were not finite and solutions that
-          could not be found; ``without_solution``: layers that pass their raw gradient;
-        - ``bytes``, ``messages``: what this rank took part in sending, by phase: ``reduce`` (statistics),
-          ``share`` (solutions), ``spread`` (gradients or weights), ``rescale`` (norms);
-          ``sent``: bytes that a rank sends for it by the formulas of rings; ``control``: bytes and
-          messages by which ranks agreed;
-        - ``waited``: seconds in which this rank did nothing but wait for statistics.
-        """
-        return self._preconditioner.stats()
-
-    def timed(self) -> AbstractContextManager[Seconds]:
-        """Add up the seconds of each phase of the steps inside; waits for the device.
-
-        It gives seconds by phase, of this rank; their ``layers`` has those of single layers.
-        """
-        return self._preconditioner.phases.timed()
-
-    @property
-    def layers(self) -> list[LayerState]:
-        """The layers that are preconditioned: those whose weight is not frozen."""
-        states = self._preconditioner.layers.values()
-        return [state for state in states if state.layer.weight.requires_grad]
-
-    def left_out(self) -> dict[str, tuple[int, str]]:
-        """By name, the size of every parameter that is not preconditioned, and why."""
-        trained = {p for group in self.param_groups for p in group["params"]}
-        return left_out(self._preconditioner, self._names(), trained)
-
-    def owners(self, state: LayerState) -> str:
-        """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its two factors, ``"0+3"`` together."""
-        return self._preconditioner.coordinator.solved_by(state)
-
-    def value_now(self, name: str) -> float:
-        """The value at this step of ``"damping"``, ``"momentum"`` and others that may be scheduled."""
-        preconditioner = self._preconditioner
-        return float(preconditioner.schedules.at(name, preconditioner.clock.step))
-
-    @property
-    def needs_observe(self) -> bool:
-        """Whether :meth:`observe` has to be called after each forward pass."""
-        options = self._preconditioner.options
-        return options.sampled or options.rescale == "quadratic"
-
-    def summary(self) -> str:
-        """Return the table of layers, and every parameter that is not preconditioned and why.
-
-        With several ranks it also names the scheme and, for each layer, the ranks that solve it:
-        ``0`` for one, ``0,3`` for its two factors, ``0+3`` for a factor that ranks divide among them.
-        """
-        preconditioner = self._preconditioner
-        states = self.layers
-        trained = {p for group in self.param_groups for p in group["params"]}
-        others = self.left_out()
-        title = f"{type(self).__name__} over {type(self.base).__name__}, step {preconditioner.clock.step}"
-        updates = trained if preconditioner.quadratic is not None else set()
-        held = [p for p in updates if p.requires_grad and not isinstance(p, UninitializedParameter)]
-        update_bytes = sum(p.numel() * p.element_size() for p in held)
-        ranks = preconditioner.coordinator.overview(states)
-        remark = self._outputs.remark(preconditioner.options)
-        return describe(title, states, others, update_bytes, ranks, remark)
-
-    def __repr__(self) -> str:
-        return self.summary()
 
     # --- saving ---------------------------------------------------------------------------------
 

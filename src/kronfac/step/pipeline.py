@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.adaptive.damping import AdaptiveDamping
 from kronfac.adaptive.interval import AdaptiveInterval, compare
 from kronfac.capture.capture import Capture
 from kronfac.capture.sampling import Observer
@@ -41,8 +40,10 @@ from kronfac.state.fold import fold
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Normalizer
+from kronfac.step import saving
 from kronfac.step.batching import Batches
 from kronfac.step.clipping import clip_gradients
+from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
 from kronfac.step.transforms import Momentum
 from kronfac.step.validation import check_curvature, check_lever, check_plain_steps, check_stagger
@@ -106,7 +107,7 @@ class Preconditioner:
             state = LayerState(layer, self.method, self.transforms)
             check_curvature(self.schedules.get("damping"), [state])
             state.note = selection.notes.get(layer.name, "")
-            state.compares = self._adaptive() is not None
+            state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
@@ -212,7 +213,7 @@ class Preconditioner:
 
     def reschedule(self) -> None:
         """Take a changed interval into account, from the next forward on."""
-        compares = self._adaptive() is not None
+        compares = self.adaptive_interval() is not None
         for state in self.layers.values():
             if state.compares and not compares:
                 state.forget_history()
@@ -254,16 +255,8 @@ class Preconditioner:
             clip_gradients(own, bound, self.coordinator.add_up_parameters)
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
-        """Whether this is the zero-gradient step by which loaders make state appear.
-
-        It comes before the first step or with all learning rates at zero, which the host knows.
-        """
-        if any(not state.pending.empty for state in self.layers.values()):
-            return False
-        if self.clock.step and not all(_is_zero_on_host(group.get("lr")) for group in groups):
-            return False
-        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        return bool(self.layers) and not any(bool(grad.any()) for grad in grads)
+        """Whether this is the zero-gradient step by which loaders make state appear."""
+        return saving.is_empty_step(self, groups)
 
     def allocate(self, groups: ParamGroups) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
@@ -296,7 +289,8 @@ class Preconditioner:
         for name in state.running:
             fold(state, name, decay, normalizer)
 
-    def _adaptive(self) -> AdaptiveInterval | None:
+    def adaptive_interval(self) -> AdaptiveInterval | None:
+        """The refresh interval, if it adapts itself."""
         interval = self.schedules.get("refresh_every")
         return interval if isinstance(interval, AdaptiveInterval) else None
 
@@ -326,7 +320,7 @@ class Preconditioner:
 
     def _judge(self, due: Sequence[LayerState]) -> None:
         """Adapt the interval to what has changed since the last refreshes, alike on all ranks."""
-        interval = self._adaptive()
+        interval = self.adaptive_interval()
         if interval is None or not due or not interval.due(self.clock.step):
             return
         votes = self.coordinator.total(compare(due, interval.rule.tolerance))
@@ -421,99 +415,27 @@ class Preconditioner:
         """Add to a counter that :meth:`stats` shows."""
         self.counters[name] = self.counters.get(name, 0) + amount
 
-    # --- looking and saving ---------------------------------------------------------------------
+    # --- looking and saving: see step/saving.py --------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters as plain numbers (reads them from the device)."""
-        states = self.layers.values()
-        counters = {name: int(value) for name, value in self.counters.items()}
-        return {
-            "steps": self.clock.step,
-            **self.coordinator.stats(),
-            "factor_updates": counters.get("factor_updates", 0),
-            "refreshes": counters.get("refreshes", 0),
-            "kl_clip_steps": counters.get("kl_clip_steps", 0),
-            "kl_clip_active": counters.get("kl_clip_active", 0),
-            "refresh_every": int(self.schedules.at("refresh_every", self.clock.step)),
-            "refresh_lengthened": counters.get("refresh_lengthened", 0),
-            "refresh_shortened": counters.get("refresh_shortened", 0),
-            "damping": float(self.schedules.at("damping", self.clock.step)),
-            "damping_raised": counters.get("damping_raised", 0),
-            "damping_lowered": counters.get("damping_lowered", 0),
-            "damping_rejected": counters.get("damping_rejected", 0),
-            **({} if self.quadratic is None else self.quadratic.coefficients),
-            "dropped": {
-                s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
-            },
-            "failures": {s.name: s.failures for s in states},
-            "without_solution": [
-                s.name for s in states if s.solved_at is None and s.layer.weight.requires_grad
-            ],
-        }
+        return saving.stats(self)
 
-    def entries(self, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+    def entries(self, names: Names) -> Entries:
         """What is saved, by parameter name; every trainable parameter has at least the step."""
-        step = torch.tensor(self.clock.step, dtype=torch.int64, device="cpu")
-        partial = torch.tensor(self.coordinator.is_partial, device="cpu")
-        found: dict[str, dict[str, Any]] = {
-            name: {"step": step} for p, name in names.items() if p.requires_grad
-        }
-        shared: dict[str, Any] = {"step": step, "partial": partial}
-        last = -1 if self.clock.last_factor is None else self.clock.last_factor
-        shared["last_factor"] = torch.tensor(last, dtype=torch.int64, device="cpu")
-        random, damping = self.observer.random_state(), self.schedules.get("damping")
-        if random is not None:
-            shared["random"] = random
-        if isinstance(damping, AdaptiveDamping):
-            shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
-        if (interval := self._adaptive()) is not None:
-            shared["interval"] = interval.entry()
-        for (parameter, _), state in self.layers.items():
-            entry = found.setdefault(names[parameter], {})
-            entry |= checkpoint.layer_entry(state) | shared
-        for parameter, update in ({} if self.quadratic is None else self.quadratic.last).items():
-            found.setdefault(names[parameter], {"step": step})["update"] = update
-        return found
+        return saving.entries(self, names)
 
-    def load_entries(
-        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
-    ) -> None:
-        """Restore what :meth:`entries` returned; layers that it does not know start anew."""
-        self.capture.clear()
-        self.clock.step, self.clock.last_factor = 0, None
-        for (parameter, _), state in self.layers.items():
-            checkpoint.load_layer(state, entries.get(names[parameter], {}))
-        damping = self.schedules.get("damping")
-        if isinstance(damping, AdaptiveDamping):
-            damping.resume(entries.values())
-        if (interval := self._adaptive()) is not None:
-            interval.resume(entries.values())
-        if self.quadratic is not None:
-            self.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
-        for entry in entries.values():
-            if "step" in entry:
-                self.clock.step = int(entry["step"])
-            if "last_factor" in entry:
-                last = int(entry["last_factor"])
-                self.clock.last_factor = None if last < 0 else last
-            if "random" in entry:
-                self.observer.set_random_state(entry["random"])
+    def check_entries(self, names: Names, entries: Entries) -> None:
+        """Raise if saved tensors do not fit, before anything is changed."""
+        saving.check(self, names, entries)
+
+    def load_entries(self, names: Names, entries: Entries) -> None:
+        """Restore what :meth:`entries` returned; layers that it does not know start again."""
+        saving.load(self, names, entries)
         self.capture.begin_step(self.clock.factor_due() and not self.detached)
         self.coordinator.restart()
         self._announce()
 
-    def check_entries(
-        self, names: dict[nn.Parameter, str], entries: dict[str, dict[str, Any]]
-    ) -> None:
-        """Raise if saved tensors do not fit, before anything is changed."""
-        for (parameter, _), state in self.layers.items():
-            checkpoint.check_layer(state, entries.get(names[parameter], {}))
-
 
 def _is_preconditioned(state: LayerState) -> bool:
     return state.solved_at is not None and state.layer.weight.requires_grad
-
-
-def _is_zero_on_host(rate: Any) -> bool:
-    known = not isinstance(rate, Tensor) or rate.device.type == "cpu"
-    return rate is not None and known and float(rate) == 0

@@ -1,0 +1,127 @@
+"""What a preconditioner saves, restores and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.adaptive.damping import AdaptiveDamping
+from kronfac.state import state_dict as checkpoint
+
+if TYPE_CHECKING:
+    from kronfac.step.pipeline import Preconditioner
+
+#: Names of parameters, and what is saved by such names.
+Names = dict[nn.Parameter, str]
+Entries = dict[str, dict[str, Any]]
+
+
+def stats(preconditioner: Preconditioner) -> dict[str, Any]:
+    """See :meth:`Preconditioner.stats`."""
+    states = preconditioner.layers.values()
+    counters = {name: int(value) for name, value in preconditioner.counters.items()}
+    return {
+        "steps": preconditioner.clock.step,
+        **preconditioner.coordinator.stats(),
+        "factor_updates": counters.get("factor_updates", 0),
+        "refreshes": counters.get("refreshes", 0),
+        "kl_clip_steps": counters.get("kl_clip_steps", 0),
+        "kl_clip_active": counters.get("kl_clip_active", 0),
+        "refresh_every": int(
+            preconditioner.schedules.at("refresh_every", preconditioner.clock.step)
+        ),
+        "refresh_lengthened": counters.get("refresh_lengthened", 0),
+        "refresh_shortened": counters.get("refresh_shortened", 0),
+        "damping": float(preconditioner.schedules.at("damping", preconditioner.clock.step)),
+        "damping_raised": counters.get("damping_raised", 0),
+        "damping_lowered": counters.get("damping_lowered", 0),
+        "damping_rejected": counters.get("damping_rejected", 0),
+        **({} if preconditioner.quadratic is None else preconditioner.quadratic.coefficients),
+        "dropped": {
+            s.name: int(s.pending.dropped) for s in states if s.pending.dropped is not None
+        },
+        "failures": {s.name: s.failures for s in states},
+        "without_solution": [
+            s.name for s in states if s.solved_at is None and s.layer.weight.requires_grad
+        ],
+    }
+
+
+def entries(preconditioner: Preconditioner, names: Names) -> Entries:
+    """See :meth:`Preconditioner.entries`."""
+    step = torch.tensor(preconditioner.clock.step, dtype=torch.int64, device="cpu")
+    partial = torch.tensor(preconditioner.coordinator.is_partial, device="cpu")
+    found: dict[str, dict[str, Any]] = {
+        name: {"step": step} for p, name in names.items() if p.requires_grad
+    }
+    shared: dict[str, Any] = {"step": step, "partial": partial}
+    last = -1 if preconditioner.clock.last_factor is None else preconditioner.clock.last_factor
+    shared["last_factor"] = torch.tensor(last, dtype=torch.int64, device="cpu")
+    random, damping = (
+        preconditioner.observer.random_state(),
+        preconditioner.schedules.get("damping"),
+    )
+    if random is not None:
+        shared["random"] = random
+    if isinstance(damping, AdaptiveDamping):
+        shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
+    if (interval := preconditioner.adaptive_interval()) is not None:
+        shared["interval"] = interval.entry()
+    for (parameter, _), state in preconditioner.layers.items():
+        entry = found.setdefault(names[parameter], {})
+        entry |= checkpoint.layer_entry(state) | shared
+    for parameter, update in (
+        {} if preconditioner.quadratic is None else preconditioner.quadratic.last
+    ).items():
+        found.setdefault(names[parameter], {"step": step})["update"] = update
+    return found
+
+
+def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None:
+    """See :meth:`Preconditioner.load_entries`."""
+    preconditioner.capture.clear()
+    preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
+    for (parameter, _), state in preconditioner.layers.items():
+        checkpoint.load_layer(state, entries.get(names[parameter], {}))
+    damping = preconditioner.schedules.get("damping")
+    if isinstance(damping, AdaptiveDamping):
+        damping.resume(entries.values())
+    if (interval := preconditioner.adaptive_interval()) is not None:
+        interval.resume(entries.values())
+    if preconditioner.quadratic is not None:
+        preconditioner.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
+    for entry in entries.values():
+        if "step" in entry:
+            preconditioner.clock.step = int(entry["step"])
+        if "last_factor" in entry:
+            last = int(entry["last_factor"])
+            preconditioner.clock.last_factor = None if last < 0 else last
+        if "random" in entry:
+            preconditioner.observer.set_random_state(entry["random"])
+
+
+def check(preconditioner: Preconditioner, names: Names, entries: Entries) -> None:
+    """See :meth:`Preconditioner.check_entries`."""
+    for (parameter, _), state in preconditioner.layers.items():
+        checkpoint.check_layer(state, entries.get(names[parameter], {}))
+
+
+def is_empty_step(preconditioner: Preconditioner, groups: Iterable[dict[str, Any]]) -> bool:
+    """See :meth:`Preconditioner.is_empty_step`.
+
+    Such a step comes before the first one or with all learning rates at zero, which the host knows.
+    """
+    if any(not state.pending.empty for state in preconditioner.layers.values()):
+        return False
+    if preconditioner.clock.step and not all(_is_zero_on_host(group.get("lr")) for group in groups):
+        return False
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return bool(preconditioner.layers) and not any(bool(grad.any()) for grad in grads)
+
+
+def _is_zero_on_host(rate: Any) -> bool:
+    known = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+    return rate is not None and known and float(rate) == 0
