@@ -81,6 +81,25 @@ def test_every_kind_under_every_scheme(name: str, size: int) -> None:
             )
 
 
+def bytes_on_rank(rank: int, kind: str, scheme: Any) -> dict[str, int]:
+    with double_precision():
+        model = DistributedDataParallel(make_model())
+        optimizer = make(kind, model, distribute=scheme)
+        for number in range(STEPS):
+            step(model, optimizer, number, 4 * rank, 4 * rank + 4)
+        found: dict[str, int] = optimizer.stats()["bytes"]
+        return found
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt", "replicated"])
+def test_statistics_of_gradients_do_not_travel(scheme: str) -> None:
+    """DDP has made gradients equal already."""
+    for found in run(3, bytes_on_rank, "gradients", scheme):
+        assert found["reduce"] == 0
+    for found in run(3, bytes_on_rank, "vectors", scheme):
+        assert found["reduce"] > 0
+
+
 def resumed_on_rank(rank: int, kinds: list[str], scheme: Any) -> dict[str, bool]:
     """Whether a run that was saved and loaded on the way has the same bits."""
     size = dist.get_world_size()

@@ -14,6 +14,7 @@ from kronfac.placement.costs import Compute, LayerUnit, Link
 from kronfac.placement.place import Placement, Task, place
 from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid
 from kronfac.planner.choose import choose
+from kronfac.protocol.block import Statistic
 from kronfac.state.layer_state import LayerState
 
 
@@ -96,8 +97,15 @@ class Layout:
     def _keeps(self, state: LayerState, name: str, index: int) -> bool:
         if self.is_local:
             return state.is_worker
+        if self.is_replicated(state.running[name].statistic):
+            return True
         keeper = self.placed.keeper(self.units[state], self.key(state, name), index)
         return keeper == self.world.rank
+
+    def is_replicated(self, statistic: Statistic) -> bool:
+        """Whether every rank has the same: gradients are equal unless parameters have owners."""
+        summed = statistic.combine == "sum"
+        return summed and statistic.source == "gradient" and not self.owns_parameters
 
     def measured_link(self) -> Link:
         """How fast messages are, measured once."""

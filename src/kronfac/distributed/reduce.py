@@ -64,11 +64,19 @@ class Round:
             for key, (state, name) in self.sources.items()
             if state.running[name].statistic.combine == "gather"
         ]
+        #: Statistics of gradients that are equal on all ranks: nothing travels.
+        self.replicated = [
+            key
+            for key, (state, name) in self.sources.items()
+            if self.layout.is_replicated(state.running[name].statistic)
+        ]
+        #: What is there, or is gathered, when counts have been added up, and needs no bucket.
+        self.unbucketed = frozenset([*self.gathered, *self.replicated])
         self._sent: dict[str, Seen] = {}
         self._waiting: list[str] = []
         self.counts: dict[str, float] = {}
         self.outlines: dict[str, Tensor] = {}
-        groups = self.plan.grouped([key for key in self.sources if key not in self.gathered])
+        groups = self.plan.grouped([key for key in self.sources if key not in self.unbucketed])
         items = tuple(tuple(self._item(key) for key in group) for group in groups)
         if items not in rounds.buckets:
             if len(rounds.buckets) >= MAX_LAYOUTS:
@@ -101,10 +109,8 @@ class Round:
             key = self.layout.key(state, name)
             if running.statistic.source != source or key not in self.sources:
                 continue
-            if self.plan.calls.get(key) == version and key not in (
-                *self._sent,
-                *self.gathered,
-            ):
+            known = key in self._sent or key in self.unbucketed
+            if self.plan.calls.get(key) == version and not known:
                 self._waiting.append(key)
         normalizer = moment.normalizer()
         for key in list(self._waiting):
@@ -165,21 +171,24 @@ class Round:
         found: list[float] = total.tolist()  # the host waits, as it does for any refresh
         position = 1
         for key, (state, name) in self.sources.items():
-            self.counts[key] = found[position]
-            state.running[name].agree(found[position], fresh=found[position + 1] > 0)
+            times = world.size if key in self.replicated else 1
+            self.counts[key] = found[position] / times
+            fresh = found[position + 1] > 0
+            state.running[name].agree(self.counts[key], fresh)
             position += 2
             for _, length, shape in sizes.get(key, []):
                 values = total[position : position + length].reshape(shape)
-                mean = values / max(self.counts[key], torch.finfo(torch.float64).tiny)
+                mean = values / max(found[position - 2], torch.finfo(torch.float64).tiny)
                 dtype, device = state.layer.factor_dtype, state.layer.weight.device
                 self.outlines[key] = mean.to(device, dtype)
                 position += length
         return found[0] > 0
 
     def _arrivals(self) -> Iterator[Mapping[str, Tensor]]:
-        gathered = {key: self._gather(key) for key in self.gathered}
-        if gathered:
-            yield gathered
+        at_once = {key: self._gather(key) for key in self.gathered}
+        at_once |= {key: own for key in self.replicated if (own := self._sum(key)) is not None}
+        if self.unbucketed:
+            yield at_once
         yield from self.reduction.arrivals()
 
     def _gather(self, key: str) -> Tensor:
@@ -200,6 +209,8 @@ class Round:
         """Leave each statistic with its keeper."""
         for key, (state, name) in self.sources.items():
             running = state.running[name]
+            if key in self.replicated:
+                continue
             if self.counts[key] > 0 and state.keeps(name):
                 running.sum = sums[key]
                 running.count = new_count(self.counts[key], state.layer.weight.device)

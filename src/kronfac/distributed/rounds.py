@@ -143,7 +143,7 @@ class Rounds:
         if not self.layout.settings.overlap or self.plan.groups is not None:
             return
         sources = current.sources
-        keys = [key for key in sources if key not in current.gathered]
+        keys = [key for key in sources if key not in current.unbucketed]
         sizes = {key: self.layout.statistic_bytes(*sources[key]) for key in keys}
         self.plan.decide(self.layout.world, sizes, self.layout.measured_link())
         self.buckets.clear()

@@ -55,13 +55,13 @@ def _receive(
 
 def _stages(layout: Layout, current: Round) -> list[list[Work]]:
     """Which parts can be solved after which bucket has arrived."""
-    first = 1 if current.gathered else 0
+    first = 1 if current.unbucketed else 0
     stages: list[list[Work]] = [[] for _ in range(len(current.reduction.buckets) + first)]
     for state in current.states:
         for part, described in state.block.parts.items():
             keys = [layout.key(state, name) for name in described.statistics]
             last = max(
-                0 if key in current.gathered else first + current.reduction.bucket_of(key)
+                0 if key in current.unbucketed else first + current.reduction.bucket_of(key)
                 for key in keys
             )
             stages[last].append((state, part))
