@@ -595,6 +595,7 @@ def test_a_block_without_undamped_curvature_says_so() -> None:
 # --- what it is for --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_damping_that_does_not_fit_is_rescued() -> None:
     """The problem of ``benchmarks/damping.py``, where 1 is the best power of ten for a fixed damping."""
     best = median_loss(1.0, seeds=3)

@@ -114,7 +114,7 @@ def test_zero_grad_frees_all_forwards_but_the_newest(options: dict[str, str]) ->
         model(x)
         del x
         optimizer.zero_grad()
-        gc.collect()
+    gc.collect()
     assert len(freed) >= 4
     held = [len(state.pending.held_inputs) for state in layers(optimizer).values()]
     assert max(held) <= 1

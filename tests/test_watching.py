@@ -322,6 +322,7 @@ def test_an_output_that_is_no_tensor_is_refused_in_a_sentence() -> None:
 
     kronfac.register_layer(Composite, kronfac.layers.LinearLayer)
     model = Model()
-    frozen_kfac(model)
+    optimizer = frozen_kfac(model)
     with pytest.raises(TypeError, match=r"layer 'pair' returned a tuple, not a tensor"):
         model(batch()[0])
+    assert optimizer.stats()["steps"] == 0

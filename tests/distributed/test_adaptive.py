@@ -46,7 +46,7 @@ def train(rank: int, rule: str, scheme: str) -> tuple[dict[str, Tensor], float]:
         return parameters(plain), optimizer.stats()["damping"]
 
 
-@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
+@pytest.mark.parametrize("scheme", [pytest.param("comm-opt", marks=pytest.mark.slow), "mem-opt"])
 @pytest.mark.parametrize("rule", RULES)
 def test_ranks_adapt_as_one_process_does(rule: str, scheme: str) -> None:
     expected, damping = run(1, train, rule, scheme)[0]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
 SCRIPT = EXAMPLES / "train_ddp.py"
 
@@ -32,6 +34,7 @@ def test_the_script_trains_and_goes_on_with_another_number_of_ranks(tmp_path: Pa
     assert len(second) == 3
 
 
+@pytest.mark.slow
 def test_the_batch_file_starts_the_script_with_arguments_that_it_has() -> None:
     path = EXAMPLES / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(path)], check=True)

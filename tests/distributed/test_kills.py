@@ -252,7 +252,7 @@ def finish_torchrun(process: subprocess.Popen[str]) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("scheme", "size", "place", "whole"),
     [
-        (WITHOUT, 2, "solve", False),
+        pytest.param(WITHOUT, 2, "solve", False, marks=pytest.mark.slow),
         pytest.param("comm-opt", 2, "between", True, marks=pytest.mark.slow),
         pytest.param("mem-opt", 3, "send", False, marks=pytest.mark.slow),
     ],

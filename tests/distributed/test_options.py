@@ -70,7 +70,14 @@ def fits(name: str, one: Case) -> bool:
     return "without DDP" not in name or not (one.wrap or one.syncs)
 
 
-@pytest.mark.parametrize(("name", "world_size"), PLACES)
+#: The others run with ``-m slow``.
+QUICK = {"mem-opt", "layer-parallel without DDP", "hybrid", "auto"}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [pytest.param(*one, marks=[] if one[0] in QUICK else [pytest.mark.slow]) for one in PLACES],
+)
 def test_options_give_the_numbers_of_one_process(name: str, world_size: int) -> None:
     check(name, world_size, CHOSEN[name, world_size])
 

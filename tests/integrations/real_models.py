@@ -24,7 +24,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from benchmarks._models import ResNet20
+from kronfac.train.models import CifarResNet
 
 SAMPLES, TOKENS, VOCABULARY, CLASSES, BLOCKS = 4, 6, 13, 3, 2
 #: The first two labels of each sentence are masked.
@@ -139,7 +139,7 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = ResNet20(CLASSES)
+        self.net = CifarResNet(20, CLASSES)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
         return Output(nn.functional.cross_entropy(self.net(pixel_values), labels))

@@ -84,7 +84,10 @@ REASONS: dict[str, tuple[Any, str]] = {
     "sparse-embedding": (lambda: nn.Embedding(4, 3, sparse=True), "sparse"),
     "scaled-embedding": (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
     "embedding-bag": (lambda: nn.EmbeddingBag(4, 3), "EmbeddingBag sums its rows"),
-    "sync-norm": (lambda: nn.SyncBatchNorm(3), "SyncBatchNorm normalises with what other ranks"),
+    "sync-norm": (
+        lambda: nn.SyncBatchNorm(3),
+        "SyncBatchNorm normalises over the samples of all ranks",
+    ),
     "lstm": (lambda: nn.LSTM(2, 3), "LSTM computes all time steps in one kernel"),
     "gru-cell": (lambda: nn.GRUCell(2, 3), "GRUCell has two products in one kernel"),
     **{

@@ -13,6 +13,7 @@ from kronfac.train.launch.signals import SIGNALS, Interruption
 def handlers() -> Iterator[None]:
     """Leave the handlers of the tests as they were."""
     before = {one: signal.getsignal(one) for one in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     yield
     for one, handler in before.items():
         signal.signal(one, handler)
