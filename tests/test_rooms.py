@@ -32,7 +32,7 @@ ALLOWED = {
     "state": "layers options protocol statistics",
     "adaptive": "options state",
     "capture": "layers options state statistics",
-    "distributed": "capture linalg placement planner state statistics",
+    "distributed": "capture linalg placement planner protocol state statistics",
     "step": "adaptive capture distributed layers linalg options protocol rescale state statistics",
     "optimizer": "adaptive capture distributed layers options placement protocol rescale state step",
     "methods": "adaptive layers linalg optimizer options placement protocol rescale step",

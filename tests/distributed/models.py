@@ -77,7 +77,10 @@ class Shared(nn.Module):
 
 
 class Positions(nn.Module):
-    """Inputs that stand for all samples: positions as ``[1, T]`` and ``[T]``, and learned queries."""
+    """Inputs that stand for all samples: positions as ``[1, T]`` and ``[T]``, and learned queries.
+
+    One layer has such inputs and ordinary ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class Positions(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         order = torch.arange(tokens.shape[1])
         x = self.tokens(tokens) + self.positions(order[None]) + self.places(order)
-        x = x * self.project(torch.tanh(self.norm(self.queries)))
+        x = x * self.project(torch.tanh(self.norm(self.queries))) + self.project(x)
         x = self.across(x.transpose(0, 1)).transpose(0, 1)  # samples in the second dimension
         return self.head(torch.tanh(x))
 

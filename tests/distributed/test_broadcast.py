@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import kronfac
@@ -142,3 +143,123 @@ def test_a_layer_whose_rows_change_in_size_says_so() -> None:
         model(torch.randn(6, length, 3)).square().mean().backward()
     optimizer.step()
     assert "of changing size" in optimizer.summary()
+
+
+# --- odd ends --------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """Learned positions of which a batch uses as many as it is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 3))
+        self.project = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.project(self.positions[:, : x.shape[1]])
+        out: Tensor = self.head(torch.tanh(x + rows)).mean(1)
+        return out
+
+
+def grow(model: nn.Module, start: int, end: int) -> list[Tensor]:
+    """Weights after each step on batches of growing length."""
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    base = torch.optim.SGD(plain.parameters(), lr=0.1)
+    options = {"factor_every": 1, "refresh_every": 1, "damping": 0.1, "rescale": None}
+    optimizer = kronfac.KFAC(model, base, **options)  # type: ignore[arg-type]
+    history = []
+    for number, length in enumerate((4, 4, 5, 2)):
+        x = torch.randn(6, length, 3, generator=torch.Generator().manual_seed(number))[start:end]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long)).backward()
+        optimizer.step()
+        history.append(torch.cat([p.detach().flatten() for p in plain.parameters()]))
+    return history
+
+
+def grow_on_rank(rank: int) -> list[Tensor]:
+    with double_precision():
+        torch.manual_seed(0)
+        return grow(DistributedDataParallel(Growing()), 3 * rank, 3 * rank + 3)
+
+
+def test_ranks_follow_rows_that_change_in_number() -> None:
+    with double_precision():
+        torch.manual_seed(0)
+        expected = grow(Growing(), 0, 6)
+    for found in run(2, grow_on_rank):
+        assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_one_row_that_was_routed_to_a_layer_is_an_ordinary_row() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, rows: int) -> Tensor:
+            out: Tensor = self.expert(x[:rows]).sum() + x.sum()
+            return out
+
+    model = Routed()
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = kronfac.KFAC(model, base, factor_every=1, refresh_every=1, decay=1.0)
+    for rows in (4, 1):
+        optimizer.zero_grad()
+        (model(torch.randn(8, 3), rows) / 8).backward()
+        optimizer.step()
+    assert float(optimizer.state_dict()["state"][0]["kronfac.A.count"]) == 5
+
+
+def test_a_resumed_run_knows_what_stands_for_all_samples() -> None:
+    def step(model: nn.Module, optimizer: kronfac.KFAC, *sizes: int) -> None:
+        optimizer.zero_grad()
+        for size in sizes:
+            x = torch.randn(size, TOKENS, 3, generator=torch.Generator().manual_seed(size))
+            target = torch.zeros(size, dtype=torch.long)
+            (F.cross_entropy(model(x), target) / len(sizes)).backward()
+        optimizer.step()
+
+    def make() -> tuple[Net, kronfac.KFAC]:
+        torch.manual_seed(0)
+        model = Net(flat=False)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, kronfac.KFAC(model, base, factor_every=1, refresh_every=1, rescale=None)
+
+    with double_precision():
+        model, optimizer = make()
+        step(model, optimizer, 2, 2)
+        again, resumed = make()
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(model, optimizer, 1, 1, 1)  # nothing shows it now
+        step(again, resumed, 1, 1, 1)
+        assert torch.equal(model.positions.weight, again.positions.weight)
+
+
+def load_after_a_lone_forward(rank: int) -> bool:
+    """One rank has observed something when all of them load."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 3)
+    model = DistributedDataParallel(plain)
+    base = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = kronfac.KFAC(model, base, factor_every=1, refresh_every=1, distribute="comm-opt")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    optimizer.consolidate()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if rank == 0:
+        plain(torch.randn(4, 3))
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    return bool(plain.weight.isfinite().all())
+
+
+def test_ranks_load_together_whatever_one_of_them_has_observed() -> None:
+    assert all(run(2, load_after_a_lone_forward))

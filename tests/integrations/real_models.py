@@ -266,10 +266,11 @@ CASES = {
     "resnet20": Case(
         Classifier,
         pictures,
-        ["net.0", "net.1", "net.14"]
+        ["net.conv", "net.norm", "net.head"]
         + [
-            f"net.{number}.{name}"
-            for number in range(3, 12)
+            f"net.stage{stage}.{number}.{name}"
+            for stage in (1, 2, 3)
+            for number in range(3)
             for name in ("conv1", "norm1", "conv2", "norm2")
         ],
         average="batch",

@@ -6,6 +6,7 @@ the newest rows, and a gradient-only method looks at no activation at all.
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import kronfac
 from kronfac.optimizer.base import Preconditioned
+from kronfac.protocol.block import Statistic
 from tests import oracles
 from tests.feature_order import in_library_order
+from tests.methods import toys
 from tests.methods.toys import GAMMA, GradientOnly, RankOne, SampleSpace
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -296,3 +300,51 @@ def test_a_copy_continues_by_itself(toy: Callable[..., Preconditioned]) -> None:
     train(optimizer, [x + 1])
     train(twin, [x + 1])
     assert torch.equal(weights(twin.model), weights(model))
+
+
+# --- what a method may do wrong ---------------------------------------------------------------
+
+
+def test_statistics_may_be_the_gradient_itself() -> None:
+    """They are kept apart from it: the step overwrites gradients."""
+
+    class Block(toys.GradientBlock):
+        def __init__(self, layer: Any) -> None:
+            super().__init__(layer)
+            self.statistics = {"V": Statistic(self.shape, "gradient")}
+            self.solution_shapes = {"V": self.shape}
+
+        def observe_gradient(self, gradient: Tensor, solution: Any = None) -> dict[str, Tensor]:
+            return {"V": gradient}
+
+        def solve(self, *args: Any) -> dict[str, Tensor]:
+            return {"V": args[1]["V"].clone()}
+
+        def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
+            return 100 * gradient
+
+    class Aliasing(toys.Toy):
+        made = Block
+
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = kronfac.register_method(Aliasing)(model, SGD(model.parameters(), lr=0.0))
+    model(torch.ones(4, 3)).sum().backward()
+    expected = model.weight.grad.clone()
+    optimizer.step()
+    assert_equal(optimizer.state_dict()["state"][0]["kronfac.V.sum"], expected)
+
+
+def test_an_option_that_every_method_has_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Clashing(toys.Toy):
+        momentum: float = 0.5
+
+    with pytest.raises(
+        ValueError, match="has an option 'momentum', which every method has already"
+    ):
+        kronfac.register_method(Clashing)
+
+
+def test_only_methods_can_be_registered() -> None:
+    with pytest.raises(TypeError, match=r"takes a subclass of kronfac\.Method"):
+        kronfac.register_method(nn.Linear)  # type: ignore[arg-type]

@@ -29,9 +29,11 @@ def serves_all_samples(state: LayerState, rows: Rows, first: Tensor, forward_pas
     if rows.samples != 1 and not lone:
         return False
     if forward_pass.samples == 1:  # it looks like any other
-        return state.broadcast
+        return state.broadcast or bool(state.pending.summed)
     if lone and len(first) == forward_pass.samples:
         return _are_positions(state, first)  # or one token of each sample
+    if not state.layer.picks_columns and first.dim() < 3:
+        return False  # one row may be all that was routed to an expert
     # [1, N, d]: a sequence of length one with its samples in the second dimension
     return not (first.dim() == 3 and first.shape[1] == forward_pass.samples)
 
@@ -69,7 +71,15 @@ def agree(states: Sequence[LayerState], largest: Callable[[list[float]], Tensor]
     maxima = largest([*found, *(-size if size else -math.inf for size in found)]).tolist()
     for index, state in enumerate(states):
         most, least = maxima[index], -maxima[index + len(states)]
-        state.broadcast, state.broadcast_size = 0 < most == least, int(most)
+        if most > 0:
+            state.broadcast = state.broadcast or most == least
+            state.broadcast_size = int(most) if most == least else 0
+
+
+def changes_in_size(state: LayerState) -> bool:
+    """Whether ranks have to agree on the size at every step: nothing about the layer fixes it."""
+    fixed = state.layer.picks_columns or state.layer.unit_wise
+    return state.broadcast and not fixed
 
 
 def settle(
@@ -82,7 +92,7 @@ def settle(
             if add_up is None:
                 state.broadcast_size = pending.summed_size
             flat = _flat(state, normalizer)
-            if add_up is not None:
+            if add_up is not None and state.broadcast_size:
                 add_up(flat)
             if adds and state.broadcast_size:
                 _contribute(state, flat)

@@ -181,7 +181,7 @@ class Distributed(Coordinator):
         if self.layout.is_local:
             settle_own(states, normalizer)
             return
-        if not self._agreed_on_broadcast:
+        if not self._agreed_on_broadcast or any(map(broadcast.changes_in_size, states)):
             self._agreed_on_broadcast = True
             broadcast.agree(states, self.world.largest)
         broadcast.settle(states, normalizer, self._add_rows, adds=self.world.rank == 0)

@@ -102,8 +102,8 @@ class Round:
 
     def observed(self, state: LayerState, source: str, moment: Moment) -> None:
         """Send off statistics of which everything has been observed, going by earlier steps."""
-        if state.block.holds_rows:
-            return
+        if state.block.holds_rows or (source == "output" and state.broadcast):
+            return  # more of it is added at the step
         version = state.pending.versions[source]
         for name, running in state.running.items():
             key = self.layout.key(state, name)

@@ -48,8 +48,10 @@ class Rounds:
 
     def restart(self) -> None:
         """Forget what is under way, after state was loaded on all ranks."""
-        if self._current is not None:
-            for _ in self._current.finish(False):
+        overlap = self.layout.settings.overlap and self.plan.groups is not None
+        if self._expected and overlap and not self.layout.is_local:
+            # Whatever has left on any rank has to arrive on all.
+            for _ in (self._current or Round(self, self._expected)).finish(False):
                 pass
         self._current, self._expected = None, []
         self._has_new_statistics, self.loaded = False, True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -54,7 +53,7 @@ def with_common(own: inspect.Signature, common: type, defaults: Defaults) -> ins
             default=value,
             annotation=common.__annotations__[name],
         )
-        for name, value in {**asdict(defaults), **DEFAULTS}.items()
+        for name, value in {**vars(defaults), **DEFAULTS}.items()
     ]
     named = inspect.Parameter.KEYWORD_ONLY
     first = [one for one in kept if one.kind is not named]

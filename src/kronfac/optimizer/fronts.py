@@ -20,10 +20,16 @@ def register_method(method: type[Method]) -> type[Preconditioned]:
     """Make a method known as ``kronfac.<Name>`` and to the program, and return its optimizer.
 
     The optimizer is ``Name(model, base_optimizer, **own, **common)``: its own keywords are the fields of
-    the method, which is a frozen dataclass called ``NameMethod`` or ``Name``; the common ones are those
-    of :class:`kronfac.KFAC`. Assign the result to that name in your module, so that it can be pickled.
+    the method, which is a frozen dataclass called ``NameMethod``; the common ones are those of
+    :class:`kronfac.KFAC`. Assign the result to ``Name`` in your module, so that it can be pickled.
     """
     check_method(method)
+    clash = [one.name for one in fields(method) if one.name in Common.__annotations__]
+    if clash:
+        raise ValueError(
+            f"{method.__name__} has an option {clash[0]!r}, which every method has already; choose "
+            "another name, or set its default in defaults."
+        )
     name = method.__name__.removesuffix("Method")
     body = {"__init__": _initialiser(method), "__doc__": method.__doc__, "method": method}
     optimizer = type(name, (Preconditioned,), {**body, "__module__": method.__module__})

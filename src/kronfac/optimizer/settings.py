@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
@@ -14,7 +13,7 @@ from kronfac.protocol.method import Defaults, Method
 
 def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
     """Every common keyword with its value, in the order in which help shows them."""
-    values = {**asdict(defaults), **DEFAULTS}
+    values = {**vars(defaults), **DEFAULTS}
     unknown = [name for name in common if name not in values]
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; choose among {', '.join(values)}.")

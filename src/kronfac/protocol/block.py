@@ -110,7 +110,8 @@ class Block(ABC):
         """Whether rows are kept until the step, so that both sides of a sample meet."""
         return self.keeps != "none"
 
-    # Observing: ``solution`` is the one in use at the time, ``None`` before the first.
+    # Observing: ``solution`` is the one in use at the time, ``None`` before the first. Contributions of
+    # inputs and outputs are tensors of their own, not views of rows, since sums are kept in place.
 
     def observe_input(self, inputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
         """Contributions of a call's input side."""

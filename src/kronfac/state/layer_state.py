@@ -25,6 +25,13 @@ _OUTLAST_STATISTICS = (
 )
 
 
+#: Names under which the engine saves things of its own.
+_RESERVED = {
+    *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
+    *("schedule", "dropped", "compared", "broadcast"),
+}
+
+
 class LayerState:
     """A layer, its block, and the tensors that the block works on."""
 
@@ -85,6 +92,9 @@ class LayerState:
         shapes: dict[str, tuple[int, ...]] = {}
         for transform in self.transforms:
             shapes |= transform.buffer_shapes(self.layer)
+        taken = sorted(_RESERVED & set(shapes))
+        if taken:
+            raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")
         return shapes
 
     @property

@@ -126,7 +126,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, running in state.running.items():
         if running.sum is not None and state.keeps(name):
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
-        if running.statistic.occurrences:
+        if running.statistic.occurrences and (running.fresh or running.row_share):
             rows = [running.row_share, float(running.fresh)]
             entry[f"{name}.rows"] = torch.tensor(rows, dtype=torch.float64, device="cpu")
     for name, (last, before) in state.history.items():
@@ -136,6 +136,8 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
     entry |= state.buffers
+    if state.broadcast:
+        entry["broadcast"] = torch.tensor(state.broadcast_size, dtype=torch.int64, device="cpu")
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
@@ -215,6 +217,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if f"{name}.last" in entry and state.keeps(name) and state.compares:
             state.history[name] = (read(f"{name}.last", dtype), read(f"{name}.before", dtype))
     _load_compared(state, entry)
+    state.broadcast = "broadcast" in entry
+    state.broadcast_size = int(entry["broadcast"]) if state.broadcast else 0
     for name in state.buffer_shapes:
         if name in entry and state.is_worker:
             state.buffers[name] = read(name, dtype)

@@ -232,6 +232,8 @@ class Pending:
         """Add what the gradient matrix of this step shows."""
         if not contributions:
             return
+        # They may be the gradient itself, which is overwritten in this step.
+        contributions = {name: value.clone() for name, value in contributions.items()}
         finite = self._screen(contributions)
         self.gradients = finite.to(count_dtype(finite.device))
         self._accumulate(contributions)

@@ -43,9 +43,7 @@ def plan(
         raise UserError(f"--latency {latency:g} must be 0 or more.")
     name = next((one.name for one in recipe.optimizers.values() if one.kind in methods()), None)
     if name is None:
-        raise UserError(
-            f"recipe {recipe.name!r} has no optimizer of kind 'kfac', or of another method, to plan for."
-        )
+        raise UserError(f"recipe {recipe.name!r} has no optimizer of kind 'kfac' to plan for.")
     job = recipe.job(name)
     form = data.form(job.data.name, data_dir, **job.data.options)
     optimizer = _kfac(job, form)
