@@ -126,7 +126,7 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     for name, running in state.running.items():
         if running.sum is not None and state.keeps(name):
             entry[f"{name}.sum"], entry[f"{name}.count"] = running.sum, running.count
-        if running.statistic.occurrences and (running.fresh or running.row_share):
+        if running.statistic.occurrences:
             rows = [running.row_share, float(running.fresh)]
             entry[f"{name}.rows"] = torch.tensor(rows, dtype=torch.float64, device="cpu")
     for name, (last, before) in state.history.items():
