@@ -9,7 +9,7 @@ from torch.optim import SGD
 import kronfac
 from kronfac.state.fold import fold
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normalizer
+from kronfac.statistics.normalizer import Normalizer
 
 DECAY = 0.7
 

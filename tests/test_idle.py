@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac.protocol.block import Statistic
-from kronfac.statistics.pending import Running, new_count
+from kronfac.statistics.running import Running, new_count
 
 
 class TwoHeads(nn.Module):

@@ -60,13 +60,13 @@ def train(model: nn.Module, optimizer: kronfac.KFAC, numbers: Any) -> None:
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """The changes of the loss, actual and foretold, that the rule is shown."""
+    """The changes of the loss, actual and predicted, that the rule is shown."""
     seen = []
     judge = AdaptiveDamping.judge
 
-    def record(self: AdaptiveDamping, actual: float, foretold: float) -> Any:
-        seen.append((actual, foretold))
-        return judge(self, actual, foretold)
+    def record(self: AdaptiveDamping, actual: float, predicted: float) -> Any:
+        seen.append((actual, predicted))
+        return judge(self, actual, predicted)
 
     monkeypatch.setattr(AdaptiveDamping, "judge", record)
     return seen
@@ -76,7 +76,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("actual", "foretold", "verdict", "factor"),
+    ("actual", "predicted", "verdict", "factor"),
     [
         (-0.24, -1.0, "raised", 1 / FACTOR),
         (0.5, -1.0, "raised", 1 / FACTOR),
@@ -93,9 +93,9 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         (-1.0, -math.inf, "raised", 1 / FACTOR),
     ],
 )
-def test_the_ratio_decides(actual: float, foretold: float, verdict: str, factor: float) -> None:
+def test_the_ratio_decides(actual: float, predicted: float, verdict: str, factor: float) -> None:
     damping = AdaptiveDamping(LevenbergMarquardt(0.1))
-    assert damping.judge(actual, foretold) == verdict
+    assert damping.judge(actual, predicted) == verdict
     assert damping.current == pytest.approx(0.1 * factor, rel=1e-15)
 
 
@@ -112,7 +112,7 @@ class Parabola:
     """One weight, one sample, loss ``½c(w - 1)²`` and a model that believes in a curvature of 1.
 
     With ``G = I`` and an input of 1, a step is ``-s·c·(w - 1)`` with ``s = lr/(1 + γ)``, and the ratio
-    of actual to foretold change is ``(1 - sc/2)/(1 - s/2)``.
+    of actual to predicted change is ``(1 - sc/2)/(1 - s/2)``.
     """
 
     def __init__(self, c: float, lr: float, **options: Any) -> None:
@@ -140,8 +140,8 @@ def test_a_parabola_gives_the_ratio_of_the_closed_form(
     problem = Parabola(c, lr)
     problem.optimizer.step(problem)
     s = lr / 2
-    (actual, foretold) = judged[0]
-    assert actual / foretold == pytest.approx((1 - s * c / 2) / (1 - s / 2))
+    (actual, predicted) = judged[0]
+    assert actual / predicted == pytest.approx((1 - s * c / 2) / (1 - s / 2))
     stats = problem.optimizer.stats()
     expected = {"lowered": 0.9, "kept": 1.0, "raised": 1 / 0.9, "rejected": 1 / 0.9}[outcome]
     assert stats["damping"] == pytest.approx(expected)
@@ -210,8 +210,8 @@ def test_the_model_is_exact_for_linear_regression(
 
     for _ in range(3):
         optimizer.step(closure)
-    for actual, foretold in judged:
-        assert actual == pytest.approx(foretold, rel=1e-9)
+    for actual, predicted in judged:
+        assert actual == pytest.approx(predicted, rel=1e-9)
 
 
 def test_the_model_takes_gradient_of_all_and_curvature_of_preconditioned_layers(

@@ -349,7 +349,7 @@ def test_a_plain_optimizers_checkpoint_loads_with_one_warning() -> None:
 def test_a_plain_optimizers_checkpoint_makes_statistics_start_anew() -> None:
     run = Run()
     run.train(range(3))
-    with pytest.warns(UserWarning, match="statistics start anew"):
+    with pytest.warns(UserWarning, match="statistics start again"):
         run.optimizer.load_state_dict(SGD(mlp().parameters(), lr=0.1).state_dict())
     assert run.optimizer.stats()["without_solution"] == ["0", "2", "4"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 import kronfac
-from kronfac.distributed.coordinator import Coordinator
+from kronfac.distributed.coordinator import Coordinator, Now
 from kronfac.distributed.distributed import Distributed
 from kronfac.distributed.local import Local
 from kronfac.state.timing import Phases
@@ -78,7 +78,7 @@ def test_one_process_solves_a_layer_when_the_one_before_is_taken() -> None:
     for state in states:
         state.block.refresh = watched(state)
     local = Local(Phases())
-    taken = iter(local.share(local.refresh(states, 1e-3)))
+    taken = iter(local.share(local.refresh(dict.fromkeys(states, ("A", "G")), Now(1, 1e-3))))
     assert solved == []
     assert next(taken)[0] is states[0]
     assert solved == ["0"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from kronfac.layers.rows import DenseRows
 from kronfac.linalg.solve import newton_schulz_inverse
 from kronfac.methods.kfac.block import EIGEN_MAX_WIDTH, KFACBlock, choose_solver
+from kronfac.protocol.block import Given
 from tests import oracles
 
 GAMMA = 0.1
@@ -77,7 +78,7 @@ def dense(block: KFACBlock, means: dict[str, Tensor], side: str) -> Tensor | Non
 
 
 def solve(block: KFACBlock, means: dict[str, Tensor], gamma: float = GAMMA) -> dict[str, Tensor]:
-    solution = block.refresh(means, None, gamma)
+    solution = block.refresh(Given(means, gamma))
     assert solution is not None
     return solution
 
@@ -288,7 +289,7 @@ def test_no_solution_for_averages_that_are_not_finite(solver: str, side: str) ->
     block = make_block((3, 4), solver)
     means = make_means(block)
     means[side][0, 0] = torch.nan
-    assert block.refresh(means, None, GAMMA) is None
+    assert block.refresh(Given(means, GAMMA)) is None
 
 
 def test_newton_schulz_block_gives_up_where_its_solver_does(
@@ -299,7 +300,7 @@ def test_newton_schulz_block_gives_up_where_its_solver_does(
 
     monkeypatch.setattr("kronfac.methods.kfac.block.newton_schulz_inverse", strict)
     block = make_block((3, 4), "newton-schulz")
-    assert block.refresh(make_means(block), None, GAMMA) is None
+    assert block.refresh(Given(make_means(block), GAMMA)) is None
 
 
 # --- choices and cost ------------------------------------------------------------------------

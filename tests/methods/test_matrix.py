@@ -35,7 +35,10 @@ def step(model: nn.Module, optimizer: Any, number: int, start: int = 0, end: int
     x = torch.randn(SAMPLES, 5, generator=generator)[start:end]
     y = torch.randint(3, (SAMPLES,), generator=generator)[start:end]
     optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    outputs = model(x)
+    if optimizer.needs_observe:
+        optimizer.observe(outputs)
+    F.cross_entropy(outputs, y).backward()
     optimizer.step()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kronfac.linalg.solve import cholesky_inverse, cholesky_inverse_share, share_rows
 from kronfac.methods.kfac.block import KFACBlock
 from kronfac.methods.kfac.unit_wise import UnitWiseBlock
-from kronfac.protocol.block import Block, Cost, Statistic, Tensors
+from kronfac.protocol.block import Block, Cost, Given, Statistic, Tensors
 
 GAMMA = 0.1
 SOLVERS = ["eigen", "cholesky", "newton-schulz"]
@@ -84,14 +84,10 @@ def make_means(block: Block) -> dict[str, Tensor]:
     return means
 
 
-def outlines_of(block: Block, means: Tensors) -> dict[str, Tensor]:
-    outlines = {name: block.outline(name, mean) for name, mean in means.items()}
-    return {name: outline for name, outline in outlines.items() if outline is not None}
-
-
-def own_means(block: Block, part: str, means: Tensors) -> dict[str, Tensor]:
+def given(block: Block, part: str, means: Tensors) -> Given:
     """What a part may look at."""
-    return {name: means[name] for name in block.parts[part].statistics}
+    own = {name: means[name] for name in block.parts[part].statistics}
+    return Given(own, GAMMA, block.outlines(means))
 
 
 def divisible(block: Block) -> list[str]:
@@ -140,14 +136,13 @@ def test_a_dense_cholesky_side_and_no_other_is_divisible(block: KFACBlock) -> No
 
 def assert_parts_are_the_refresh(block: Block) -> None:
     means = make_means(block)
-    outlines = outlines_of(block, means)
     merged: dict[str, Tensor] = {}
     for name, part in block.parts.items():
-        solved = block.solve(name, own_means(block, name, means), outlines, None, GAMMA)
+        solved = block.solve(name, given(block, name, means))
         assert solved is not None
         assert sorted(solved) == sorted(part.solution)
         merged |= solved
-    expected = block.refresh(means, None, GAMMA)
+    expected = block.refresh(Given(means, GAMMA))
     assert expected is not None
     assert merged.keys() == expected.keys()
     for name, value in expected.items():
@@ -175,10 +170,9 @@ def test_a_refresh_fails_with_any_part(solver: Any, side: str) -> None:
     block = make_block((3, 4), solver)
     means = make_means(block)
     means[side][0, 1] = float("nan")
-    outlines = outlines_of(block, means)
-    solved = {part: block.solve(part, means, outlines, None, GAMMA) for part in block.parts}
+    solved = {part: block.solve(part, given(block, part, means)) for part in block.parts}
     assert [part for part, solution in solved.items() if solution is None] == [side]
-    assert block.refresh(means, None, GAMMA) is None
+    assert block.refresh(Given(means, GAMMA)) is None
 
 
 # --- outlines --------------------------------------------------------------------------------
@@ -293,15 +287,14 @@ def test_a_share_that_overflows_is_no_share() -> None:
 @pytest.mark.parametrize("of", [1, 2, 3, 9])
 def test_shares_of_a_part_add_up_to_it(block: KFACBlock, of: int) -> None:
     means = make_means(block)
-    outlines = outlines_of(block, means)
     for name in block.parts:
-        own = own_means(block, name, means)
+        own = given(block, name, means)
         if name not in divisible(block):
             with pytest.raises(NotImplementedError, match=name):
-                block.solve_share(name, own, outlines, GAMMA, 0, of)
+                block.solve_share(name, own, 0, of)
             continue
-        expected = block.solve(name, own, outlines, None, GAMMA)
-        shares = [block.solve_share(name, own, outlines, GAMMA, index, of) for index in range(of)]
+        expected = block.solve(name, own)
+        shares = [block.solve_share(name, own, index, of) for index in range(of)]
         assert expected is not None
         for key, value in expected.items():
             summed = sum(share[key] for share in shares if share is not None)
@@ -318,8 +311,8 @@ class PlainBlock(Block):
         self.statistics = {"a": Statistic((2,), "input"), "b": Statistic((2,), "output")}
         self.solution_shapes = {"x": (2,)}
 
-    def solve(self, part, means, outlines, previous, damping) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
-        return {"x": means["a"] + damping * means["b"]}
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        return {"x": given.means["a"] + given.damping * given.means["b"]}
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
         return gradient
@@ -338,4 +331,4 @@ def test_a_block_is_one_part_by_default() -> None:
     assert_parts_are_the_refresh(block)
     assert block.outline_shapes == {}
     with pytest.raises(NotImplementedError, match="plain"):
-        block.solve_share("", make_means(block), {}, GAMMA, 0, 2)
+        block.solve_share("", Given(make_means(block), GAMMA), 0, 2)

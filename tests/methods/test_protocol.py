@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import kronfac
 from kronfac.optimizer.base import Preconditioned
-from kronfac.protocol.block import Statistic
+from kronfac.protocol.block import Given, Statistic
 from tests import oracles
 from tests.feature_order import in_library_order
 from tests.methods import toys
@@ -314,11 +314,11 @@ def test_statistics_may_be_the_gradient_itself() -> None:
             self.statistics = {"V": Statistic(self.shape, "gradient")}
             self.solution_shapes = {"V": self.shape}
 
-        def observe_gradient(self, gradient: Tensor, solution: Any = None) -> dict[str, Tensor]:
+        def observe_gradient(self, gradient: Tensor, context: Any = None) -> dict[str, Tensor]:
             return {"V": gradient}
 
-        def solve(self, *args: Any) -> dict[str, Tensor]:
-            return {"V": args[1]["V"].clone()}
+        def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+            return {"V": given.means["V"].clone()}
 
         def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
             return 100 * gradient

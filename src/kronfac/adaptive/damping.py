@@ -1,4 +1,4 @@
-"""Damping that follows how well the quadratic model foretells the loss (Levenberg-Marquardt)."""
+"""Damping that follows how well the quadratic model predicts the loss (Levenberg-Marquardt)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
-from kronfac.options.config import check_count, check_positive
+from kronfac.options.config import Adaptive, check_count, check_positive
 
 Verdict = Literal["raised", "lowered", "kept", "rejected"]
 
-#: Below the first ratio of actual to foretold change the damping grows, above the second it shrinks.
+#: Below the first ratio of actual to predicted change the damping grows, above the second it shrinks.
 POOR, GOOD = 0.25, 0.75
 
 
@@ -20,9 +20,9 @@ class LevenbergMarquardt:
     """Damping that adapts itself, given as ``damping=``; ``step`` then needs a closure.
 
     At every ``every``-th step the closure runs once more after the step. The ratio of the change of
-    the loss to the change that the undamped quadratic model foretold says whether to trust the model:
+    the loss to the change that the undamped quadratic model predicted says whether to trust the model:
     below 1/4 the damping is divided by ``omega**every``, above 3/4 it is multiplied by it. A loss that
-    is not finite, or a model that foretold no decrease, counts as below 1/4.
+    is not finite, or a model that predicted no decrease, counts as below 1/4.
 
     Args:
         initial: the damping γ to start with.
@@ -52,11 +52,11 @@ class LevenbergMarquardt:
             )
 
 
-class AdaptiveDamping:
+class AdaptiveDamping(Adaptive):
     """The damping of this moment: a schedule whose values the rule makes."""
 
     def __init__(self, rule: LevenbergMarquardt) -> None:
-        self.rule = rule
+        self.rule: LevenbergMarquardt = rule
         self.current = float(rule.initial)
 
     def __call__(self, step: int) -> float:
@@ -64,7 +64,7 @@ class AdaptiveDamping:
         return self.current
 
     def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from what was saved; without it, start anew."""
+        """Continue from what was saved; without it, start again."""
         self.current = float(self.rule.initial)
         for entry in entries:
             if "damping" in entry:
@@ -74,11 +74,11 @@ class AdaptiveDamping:
         """Whether the rule looks at the step after ``step`` completed ones."""
         return (step + 1) % self.rule.every == 0
 
-    def judge(self, actual: float, foretold: float) -> Verdict:
-        """Compare the change of the loss with the one that was foretold, and adapt."""
+    def judge(self, actual: float, predicted: float) -> Verdict:
+        """Compare the change of the loss with the one that was predicted, and adapt."""
         rule = self.rule
         factor = rule.omega**rule.every
-        ratio = actual / foretold if foretold < 0 else math.nan
+        ratio = actual / predicted if predicted < 0 else math.nan
         verdict: Verdict = "kept"
         if not math.isfinite(ratio):
             verdict = "rejected"

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kronfac.options.config import Count, check_count, check_fraction, check_positive
+from kronfac.options.config import Adaptive, Count, check_count, check_fraction, check_positive
 from kronfac.state.layer_state import LayerState
 
 Verdict = Literal["shortened", "kept", "lengthened"]
@@ -61,11 +61,11 @@ class StaleInterval:
             raise ValueError(f"initial={self.initial!r} must not exceed maximum={self.maximum!r}.")
 
 
-class AdaptiveInterval:
+class AdaptiveInterval(Adaptive):
     """The interval of this moment: a schedule whose values the rule makes."""
 
     def __init__(self, rule: StaleInterval) -> None:
-        self.rule = rule
+        self.rule: StaleInterval = rule
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -104,7 +104,7 @@ class AdaptiveInterval:
         return torch.tensor([self.current, self.before, last], dtype=torch.int64, device="cpu")
 
     def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from what was saved; without it, start anew."""
+        """Continue from what was saved; without it, start again."""
         self.start_anew()
         for entry in entries:
             if "interval" in entry:
@@ -150,12 +150,6 @@ Interval = Count | StaleInterval
 def as_interval(value: Interval) -> int | Callable[[int], int]:
     """Turn a rule into the schedule that follows it; numbers and callables stay what they are."""
     return AdaptiveInterval(value) if isinstance(value, StaleInterval) else value
-
-
-def as_given(value: Any) -> Interval:
-    """Undo :func:`as_interval`."""
-    given: Interval = value.rule if isinstance(value, AdaptiveInterval) else value
-    return given
 
 
 def as_intervals(factor_every: Interval, refresh_every: Interval) -> tuple[Count, Count]:

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from kronfac.layers import Layer
 from kronfac.layers.rows import DenseRows, Rows
+from kronfac.protocol.context import Context
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normalizer, Pass, count_dtype
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
+from kronfac.statistics.running import count_dtype
 
 #: Adds a flat tensor up over ranks, in place.
 AddUp = Callable[[Tensor], None]
@@ -122,8 +125,9 @@ def _contribute(state: LayerState, flat: Tensor) -> None:
     width = layer.matrix_shape[-1] if layer.unit_wise else d_out
     shares = [one.share for one in pending.summed.values()] or [1.0]
     rows = flat[:-1].reshape(len(shares), *batch, 1, -1, width)
+    context = Context(state.solution)
     for each, share in zip(rows, shares, strict=True):
-        for name, value in state.block.observe_output(DenseRows(each), state.solution).items():
+        for name, value in state.block.observe_output(DenseRows(each), context).items():
             before = pending.shared_sums.get(name)
             value = value * share
             pending.shared_sums[name] = value if before is None else before + value

@@ -33,7 +33,7 @@ from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attenti
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import Pass
+from kronfac.statistics.forward_pass import Pass
 
 
 class Capture:
@@ -161,6 +161,8 @@ class Capture:
 
     def clear_outputs(self) -> None:
         """Forget output gradients, as ``zero_grad`` does with gradients."""
+        for forward_pass in self.passes:
+            forward_pass.output_gradient = None
         self.passes.clear()
         for state in self.states:
             state.pending.clear_outputs()
@@ -233,6 +235,11 @@ class Capture:
         scores = first_tensor(output, least_dim=2, needs_grad=True)
         if scores is not None and not self._paused:
             watch_gradient(scores, partial(forward_pass.see_scores, scores.dim(), scores.shape[-1]))
+
+    @property
+    def latest(self) -> Pass | None:
+        """The newest forward of the whole model in training mode."""
+        return self._latest
 
     @property
     def _counts_terms(self) -> bool:
@@ -312,8 +319,7 @@ class Capture:
         self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
     ) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""
-        if state.layer.stale():
-            state.reset()
+        state.renew_if_stale()
         first = inputs[0]
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
@@ -400,12 +406,12 @@ class Capture:
             return
         with self.phases("observe-output", state.name):
             if scaled:
-                grad = self._unscale(grad, state.layer.factor_dtype)
+                grad = self.unscale(grad, state.layer.factor_dtype)
             recorded = record_output(state, forward_pass, grad, kept, draw, share)
         if recorded and self.listener is not None:
             self.listener(state, "output")
 
-    def _unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    def unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)
         return grad if scale is None else grad.to(dtype) / scale.to(grad.device)
@@ -419,6 +425,8 @@ class Capture:
         if scale is not None:
             for state in self.states:
                 state.pending.divide_outputs(scale if before is None else scale / before)
+            for one in self.passes:
+                one.divide_gradient(scale if before is None else scale / before)
 
     def _notice_cleared_gradients(self) -> None:
         """Drop older output gradients if ``.grad`` was cleared without our ``zero_grad``."""

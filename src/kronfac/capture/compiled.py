@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kronfac.capture.capture import Capture
     from kronfac.layers import Layer
     from kronfac.state.layer_state import LayerState
-    from kronfac.statistics.pending import Pass
+    from kronfac.statistics.forward_pass import Pass
 
 _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()

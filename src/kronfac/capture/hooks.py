@@ -48,7 +48,7 @@ class Hook:
 def _run_hooks_as_they_are() -> None:
     """Keep compilers from making a graph of a hook alone; as part of a larger graph it is still traced.
 
-    Around a compiled forward they would do that anew for every hook, batch size and mode, up to their
+    Around a compiled forward they would do that again for every hook, batch size and mode, up to their
     limit.
     """
     strategy = eval_frame._FrameExecStrategy(

@@ -12,7 +12,8 @@ from torch import Tensor
 from kronfac.capture.broadcast import serves_all_samples, summed_rows
 from kronfac.layers.rows import Rows
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Pass
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.pending import context_of
 
 
 def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass) -> bool:
@@ -27,7 +28,7 @@ def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass)
         state.pending.hold_input(rows, forward_pass)
         return True
     times = forward_pass.samples if broadcast else 1  # one row for each sample
-    found = state.block.observe_input(rows, state.solution)
+    found = state.block.observe_input(rows, context_of(forward_pass, state.solution))
     if times != 1:
         found = {name: value.mul_(times) for name, value in found.items()}
     state.pending.add_input(found, rows.count * times)
@@ -56,7 +57,7 @@ def record_output(
     if state.block.holds_rows and grouped:
         state.pending.hold_output(rows, forward_pass, draw, share)
     else:
-        found = state.block.observe_output(rows, state.solution)
+        found = state.block.observe_output(rows, context_of(forward_pass, state.solution))
         state.pending.add_output(found, forward_pass, share)
     return True
 

@@ -13,10 +13,11 @@ from kronfac.capture.capture import Capture
 from kronfac.capture.compiled import keeping_buffers
 from kronfac.capture.fisher import Likelihood, exact_gradients, sampled_gradient, term_mask
 from kronfac.capture.hooks import observing
+from kronfac.capture.loss_gradient import watch_outputs
 from kronfac.capture.sampling_arguments import advise, check_arguments, check_graph, graph_error
 from kronfac.options.advice import Advice
 from kronfac.options.config import Fisher
-from kronfac.statistics.pending import count_dtype
+from kronfac.statistics.running import count_dtype
 
 
 class Collector(Protocol):
@@ -29,9 +30,11 @@ class Collector(Protocol):
 class Observer:
     """Sends gradients of the model's own likelihood back to the layers of the last forward."""
 
-    def __init__(self, capture: Capture, fisher: Fisher) -> None:
+    def __init__(self, capture: Capture, fisher: Fisher, needs_outputs: bool = False) -> None:
         self.capture = capture
         self.fisher = fisher
+        #: Whether the method looks at the model's outputs and the loss's gradient at them.
+        self.needs_outputs = needs_outputs
         self.advice = Advice()
         #: Whether there was a call since this was last set to false.
         self.called = False
@@ -55,16 +58,21 @@ class Observer:
         of single terms are not averaged here, so micro-batches need no common divisor.
         """
         options = self.capture.options
-        if not options.sampled and options.rescale != "quadratic":
+        if not self.needs_outputs and not options.sampled and options.rescale != "quadratic":
             raise ValueError(
-                "observe() is for fisher='mc' or 'exact' and for rescale='quadratic', "
-                f"not {self.fisher!r}, which needs no call."
+                "observe() is for fisher='mc' or 'exact', for rescale='quadratic' and for methods that "
+                f"look at outputs; fisher={self.fisher!r} needs no call."
             )
         check_arguments(outputs, likelihood, mask, ignore_index, samples, generator)
         self.called = True
         if self.products is not None:
             self._collect(self.products, outputs, likelihood, mask, ignore_index)
-        if self.capture.is_paused or not options.sampled or not self.capture.due:
+        if self.capture.is_paused or not self.capture.due:
+            return
+        if self.needs_outputs:
+            check_graph(outputs)
+            watch_outputs(self.capture, outputs)
+        if not options.sampled:
             return
         if not self.capture.edges and not self.capture.calls.products:
             raise RuntimeError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from kronfac.capture.capture import Capture
 from kronfac.capture.compiled import anything_compiled
+from kronfac.options.advice import warn_caller
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
+from kronfac.statistics.forward_pass import Pass
 
 
 class Unobserved:
@@ -41,6 +42,14 @@ class Unobserved:
         if self.options.on_missing != "ignore":
             self._tell([state.name for state in found if state.name not in self._warned])
 
+    def check_outputs(self, method: str, passes: Iterable[Pass]) -> None:
+        """Raise if a method has to know the model's outputs and was not shown them."""
+        if any(one.output_gradient is None for one in passes):
+            raise RuntimeError(
+                f"{method} needs the model's outputs and the loss's gradient at them: call "
+                "optimizer.observe(outputs) between each forward pass and backward()."
+            )
+
     def _tell(self, names: list[str]) -> None:
         if not names:
             return
@@ -52,7 +61,7 @@ class Unobserved:
         if self.options.on_missing == "raise":
             raise RuntimeError(message)
         self._warned.update(names)
-        warnings.warn(message, stacklevel=8)
+        warn_caller(message)
 
     def _explain_nothing(self, missing: list[LayerState]) -> None:
         """Raise if it is known why no layer at all was observed."""

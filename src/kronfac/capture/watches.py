@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from kronfac.capture import compiled
 from kronfac.capture.hooks import OutputView, source_of
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Pass
+from kronfac.statistics.forward_pass import Pass
 
 
 class Watch:

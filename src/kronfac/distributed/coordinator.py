@@ -10,19 +10,44 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kronfac.distributed.overview import Overview
 from kronfac.distributed.reduce import Moment
+from kronfac.distributed.workload import Intervals
 from kronfac.placement.place import Placement
-from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normalizer, Pass
+from kronfac.state.layer_state import Due, LayerState
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
 
 ParamGroups = Sequence[dict[str, Any]]
-#: A layer and its new solution: empty where this rank holds none, ``None`` if none could be found.
+#: A layer and what was solved of it: empty where this rank holds none, ``None`` if none could be found.
 Solved = tuple[LayerState, dict[str, Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What all layers that are solved at one step have in common.
+
+    Args:
+        step: number of completed steps.
+        damping: the damping γ.
+        seed: of the random numbers of this step, for methods that draw; alike on all ranks.
+    """
+
+    step: int
+    damping: float
+    seed: int = 0
+
+    def generator(self, states: Iterable[LayerState], rank: int) -> torch.Generator | None:
+        """Random numbers of one rank, if any of these layers draws."""
+        if not any(state.block.draws for state in states):
+            return None
+        return torch.Generator(device="cpu").manual_seed(self.seed + rank)
 
 
 class Coordinator(ABC):
@@ -50,7 +75,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def attach(
-        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+        self, states: Sequence[LayerState], groups: ParamGroups, intervals: Callable[[], Intervals]
     ) -> None:
         """Give new layers and parameters their places; those of others do not change."""
 
@@ -65,9 +90,7 @@ class Coordinator(ABC):
     # --- before the step ------------------------------------------------------------------------
 
     @abstractmethod
-    def expect(
-        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
-    ) -> None:
+    def expect(self, coming: Callable[[], Due], moment: Callable[[], Moment]) -> None:
         """Say which layers will be refreshed at the coming step: their statistics may leave early."""
 
     @abstractmethod
@@ -120,14 +143,14 @@ class Coordinator(ABC):
 
     @abstractmethod
     def observes_gradient(self, state: LayerState) -> bool:
-        """Whether this rank has the layer's gradient of the whole batch."""
+        """Whether this rank looks at the layer's gradient and weights, those of the whole batch."""
 
     @abstractmethod
     def reduce(self, states: Sequence[LayerState]) -> None:
         """Add up statistics on a factor step that refreshes nothing, unless that is deferred."""
 
     @abstractmethod
-    def refresh(self, due: Sequence[LayerState], damping: float) -> Iterable[Solved]:
+    def refresh(self, due: Due, now: Now) -> Iterable[Solved]:
         """Solve layers again from the statistics of all ranks; solutions leave when they are ready."""
 
     @abstractmethod

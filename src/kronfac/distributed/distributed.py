@@ -8,7 +8,6 @@ This is the front of the room. Who does what is in ``layout``, statistics on the
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from kronfac.capture import broadcast
 from kronfac.distributed import consistency, staging
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.coordinator import Coordinator, ParamGroups, Solved
+from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
 from kronfac.distributed.exchange import exchange_gradients
 from kronfac.distributed.gather_state import gather_state
 from kronfac.distributed.layout import Layout
@@ -29,11 +28,15 @@ from kronfac.distributed.parameter_owners import Ownership
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.rounds import Rounds
 from kronfac.distributed.spread import Spreading
+from kronfac.distributed.workload import Intervals
+from kronfac.options.advice import warn_caller
 from kronfac.placement.place import Placement
 from kronfac.placement.scheme import Distribute
-from kronfac.state.layer_state import LayerState
+from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import Normalizer, Pass, count_dtype
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
+from kronfac.statistics.running import count_dtype
 
 
 class Distributed(Coordinator):
@@ -80,11 +83,11 @@ class Distributed(Coordinator):
         return self.layout.placement
 
     def attach(
-        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+        self, states: Sequence[LayerState], groups: ParamGroups, intervals: Callable[[], Intervals]
     ) -> None:
         """Give new layers and parameters their places; those of others do not change."""
         self._agreed_on_broadcast = False
-        self.layout.attach(states, refresh_every())
+        self.layout.attach(states, intervals())
         self.rounds.buckets.clear()
         self.ownership.assign(states, groups)
 
@@ -104,9 +107,7 @@ class Distributed(Coordinator):
 
     # --- before the step ------------------------------------------------------------------------
 
-    def expect(
-        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
-    ) -> None:
+    def expect(self, coming: Callable[[], Due], moment: Callable[[], Moment]) -> None:
         """Say which layers will be refreshed at the coming step: their statistics may leave early."""
         self.rounds.expect(coming, moment)
 
@@ -133,13 +134,12 @@ class Distributed(Coordinator):
         After loading, a layer whose solution any of its ranks misses is solved again by all.
         """
         for state in states:
-            if state.layer.stale():
-                state.reset()
+            state.renew_if_stale()
         if not self.rounds.loaded:
             return
         self.rounds.loaded = False
         missing = [
-            float(s.is_worker and s.solution is None and s.solved_at is not None) for s in states
+            float(bool(s.held) and s.solution is None and s.solved_at is not None) for s in states
         ]
         never = [float(state.solved_at is None) for state in states]
         total = self.world.total([*missing, *never]).tolist()
@@ -190,17 +190,17 @@ class Distributed(Coordinator):
         self.world.all.all_reduce("reduce", flat).wait()
 
     def observes_gradient(self, state: LayerState) -> bool:
-        """Whether this rank has the layer's gradient of the whole batch."""
-        return not self.ownership.active or state.is_worker
+        """Gradients are looked at where they are preconditioned; they are those of the whole batch."""
+        return state.is_worker
 
     def reduce(self, states: Sequence[LayerState]) -> None:
         """Add up statistics on a factor step that refreshes nothing, unless that is deferred."""
         if not self.settings.deferred:
             self.rounds.consolidate(states)
 
-    def refresh(self, due: Sequence[LayerState], damping: float) -> Iterable[Solved]:
+    def refresh(self, due: Due, now: Now) -> Iterable[Solved]:
         """Solve layers again, each part where it was placed; solutions leave when they are ready."""
-        return staging.solve(self.rounds, due, damping) if due else ()
+        return staging.solve(self.rounds, due, now) if due else ()
 
     def share(self, solved: Iterable[Solved]) -> Iterable[Solved]:
         """Receive the solutions that this rank needs, on which all ranks have agreed."""
@@ -252,10 +252,9 @@ class Distributed(Coordinator):
         """Say once that a state leaves something out."""
         if self.is_partial and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 "this state leaves out what other ranks have observed since the last refresh; call "
-                "optimizer.consolidate() on all ranks before state_dict() to have it in.",
-                stacklevel=4,
+                "optimizer.consolidate() on all ranks before state_dict() to have it in."
             )
 
     def consolidate(self, states: Sequence[LayerState]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.workload import unit_of
+from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.placement.costs import Compute, LayerUnit, Link
 from kronfac.placement.place import Placement, Task, place
 from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid
@@ -32,7 +32,7 @@ class Layout:
 
     # --- placing --------------------------------------------------------------------------------
 
-    def attach(self, states: Sequence[LayerState], refresh_every: int) -> None:
+    def attach(self, states: Sequence[LayerState], intervals: Intervals) -> None:
         """Give new layers their places; those of others do not change."""
         new = [state for state in states if state not in self.units]
         taken = set(self.names.values())
@@ -47,8 +47,8 @@ class Layout:
             own = state.layer.parameters
             first = next((tied[p] for p in own if p in tied), name)
             tied |= dict.fromkeys(own, first)
-            self.units[state] = unit_of(name, state, self.settings.triangles, first)
-        self._place([self.units[state] for state in new], refresh_every)
+            self.units[state] = unit_of(name, state, self.settings.triangles, first, intervals)
+        self._place([self.units[state] for state in new], intervals.refresh)
 
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         placement = self._placement_of(units, refresh_every)
@@ -97,15 +97,20 @@ class Layout:
     def _keeps(self, state: LayerState, name: str, index: int) -> bool:
         if self.is_local:
             return state.is_worker
-        if self.is_replicated(state.running[name].statistic):
-            return True
+        if state.running[name].statistic.is_replicated:
+            return state.is_worker
         keeper = self.placed.keeper(self.units[state], self.key(state, name), index)
         return keeper == self.world.rank
 
-    def is_replicated(self, statistic: Statistic) -> bool:
-        """Whether every rank has the same: gradients are equal unless parameters have owners."""
-        summed = statistic.combine == "sum"
-        return summed and statistic.source == "gradient" and not self.owns_parameters
+    def copies(self, state: LayerState, statistic: Statistic) -> int:
+        """How many ranks hold the same sum: gradients and weights are seen where they are worked on."""
+        return self.placed.grid.workers if statistic.is_replicated else 1
+
+    def is_seen_through(self, state: LayerState, part: str) -> bool:
+        """Whether ranks that do not work on a layer need a part of its solution to observe it."""
+        if self.placed.grid.columns == 1:
+            return False
+        return not state.block.seen_through.isdisjoint(state.block.parts[part].solution)
 
     def measured_link(self) -> Link:
         """How fast messages are, measured once."""
@@ -181,7 +186,7 @@ class Layout:
         if set(placement.assignments) != set(self.names.values()):
             return False
         for state, name in self.names.items():
-            parts, tasks = state.block.parts, placement.assignments[name].tasks
+            parts, tasks = state.block.shared_parts, placement.assignments[name].tasks
             if set(tasks) != set(parts) or any(
                 task.split and parts[part].shared_flops is None for part, task in tasks.items()
             ):

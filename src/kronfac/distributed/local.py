@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kronfac.capture import broadcast
 from kronfac.distributed.comm.traffic import Traffic
-from kronfac.distributed.coordinator import Coordinator, ParamGroups, Solved
+from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
 from kronfac.distributed.reduce import Moment
-from kronfac.state.layer_state import LayerState
+from kronfac.distributed.workload import Intervals
+from kronfac.protocol.context import Given
+from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import Normalizer, Pass
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
 
 
 class Local(Coordinator):
@@ -36,7 +40,7 @@ class Local(Coordinator):
         return dist.group.WORLD
 
     def attach(
-        self, states: Sequence[LayerState], groups: ParamGroups, refresh_every: Callable[[], int]
+        self, states: Sequence[LayerState], groups: ParamGroups, intervals: Callable[[], Intervals]
     ) -> None:
         """Everything stays here."""
 
@@ -50,9 +54,7 @@ class Local(Coordinator):
 
     # --- before the step ------------------------------------------------------------------------
 
-    def expect(
-        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
-    ) -> None:
+    def expect(self, coming: Callable[[], Due], moment: Callable[[], Moment]) -> None:
         """Statistics do not leave."""
 
     def observed(self, state: LayerState, source: str) -> None:
@@ -96,17 +98,23 @@ class Local(Coordinator):
     def reduce(self, states: Sequence[LayerState]) -> None:
         """Statistics are those of all data."""
 
-    def refresh(self, due: Sequence[LayerState], damping: float) -> Iterator[Solved]:
+    def refresh(self, due: Due, now: Now) -> Iterator[Solved]:
         """Solve layers one by one, so that only one has an old and a new solution at a time."""
-        with self.phases("refresh"):
-            ready = [state for state in due if _has_statistics(state)]
-        for state in ready:
+        generator = now.generator(due, 0)
+        for state, due_parts in due.items():
+            parts = state.news(due_parts)
             with self.phases("refresh", state.name):
-                means = {name: running.mean() for name, running in state.running.items()}
-                counted = {name: mean for name, mean in means.items() if mean is not None}
-                if len(counted) < len(means):
+                means = own_means(state, state.names_of(parts), generator)
+                if means is None:
                     continue
-                solution = state.block.refresh(counted, state.solution, damping)
+                shards = {
+                    name: [mean.shape[-2]]
+                    for name, mean in means.items()
+                    if state.running[name].statistic.combine == "gather"
+                }
+                previous = state.solution
+                given = Given(means, now.damping, previous=previous, shards=shards, step=now.step)
+                solution = state.block.refresh(given, parts)
             yield state, solution
 
     def share(self, solved: Iterable[Solved]) -> Iterable[Solved]:
@@ -173,5 +181,24 @@ def settle_own(states: Sequence[LayerState], normalizer: Normalizer) -> None:
     broadcast.settle(states, normalizer, add_up=None, adds=True)
 
 
-def _has_statistics(state: LayerState) -> bool:
-    return all(running.sum is not None for running in state.running.values())
+def own_means(
+    state: LayerState, names: Sequence[str], generator: torch.Generator | None
+) -> dict[str, Tensor] | None:
+    """Means of some statistics of a layer; ``None`` if one is missing that has to be there."""
+    running = {name: state.running[name] for name in names}
+    needed = [one for one in running.values() if not one.statistic.may_be_missing]
+    if any(one.sum is None for one in needed):
+        return None
+    gathers = any(one.statistic.combine == "gather" for one in running.values())
+    rows = state.compressed_rows(generator) if gathers else {}
+    means = {}
+    for name, one in running.items():
+        if one.statistic.source == "compressed":
+            means[name] = rows[name]
+            continue
+        mean = one.mean()
+        if mean is not None:
+            means[name] = rows.get(name, mean)
+        elif not one.statistic.may_be_missing:
+            return None
+    return means

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
-
-if TYPE_CHECKING:
-    pass
 
 #: Ranks that divide one part are counted where their names would take more characters.
 _LONGEST = 7
@@ -61,7 +57,7 @@ def _line(layout: Layout) -> str:
 def solved_by(layout: Layout, state: LayerState) -> str:
     """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its parts, ``"0+3"`` for a divided one."""
     parts = []
-    for part in state.block.parts:
+    for part in state.block.shared_parts:
         task, ranks = layout.task(state, part), layout.solvers(state, part)
         if task.rank is not None:
             parts.append(str(task.rank))
@@ -80,7 +76,8 @@ def _statistics(layout: Layout, state: LayerState, direct: bool) -> int:
         wire = layout.settings.wire_dtype
         size = statistic.elements * (statistic.itemsize if wire is None else wire.itemsize)
         collected = direct and layout.root(state, name) == layout.world.rank
-        total += size * (layout.world.size if collected else 1)
+        if statistic.times:
+            total += size * (layout.world.size if collected else 1)
     return total
 
 

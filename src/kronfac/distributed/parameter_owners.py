@@ -22,7 +22,7 @@ from kronfac.distributed.exchange import dense
 from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import count_dtype
+from kronfac.statistics.running import count_dtype
 
 
 class Ownership:

@@ -8,7 +8,7 @@ left is a copy, and if any rank observes more of it before the step, all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,17 @@ from torch import Tensor
 from kronfac.distributed.comm.buckets import Reduction, make_buckets
 from kronfac.distributed.comm.flat import Item
 from kronfac.state.fold import fold
-from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normalizer, Pass, new_count
+from kronfac.state.layer_state import Due, LayerState
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
+from kronfac.statistics.running import new_count
 
 if TYPE_CHECKING:
     from kronfac.distributed.rounds import Rounds
 
 
+#: The rows that this rank contributes to the gathered statistics of a layer, by name.
+Compress = Callable[[LayerState], Mapping[str, Tensor]]
 #: With staggered refreshes layers travel in other company each time; so many buckets are kept.
 MAX_LAYOUTS = 4
 
@@ -51,25 +55,28 @@ class Moment:
 class Round:
     """The statistics of some layers, on their way."""
 
-    def __init__(self, rounds: Rounds, states: Sequence[LayerState]) -> None:
+    def __init__(self, rounds: Rounds, due: Due) -> None:
         self.layout, self.plan = rounds.layout, rounds.plan
-        self.states = list(states)
+        self.due = dict(due)
         self.sources = {
             self.layout.key(state, name): (state, name)
-            for state in states
-            for name in state.running
+            for state, parts in due.items()
+            for name in state.names_of(parts)
         }
         self.gathered = [
             key
             for key, (state, name) in self.sources.items()
             if state.running[name].statistic.combine == "gather"
         ]
-        #: Statistics of gradients that are equal on all ranks: nothing travels.
+        #: Statistics of gradients and weights, which are equal wherever they are seen.
         self.replicated = [
             key
             for key, (state, name) in self.sources.items()
-            if self.layout.is_replicated(state.running[name].statistic)
+            if state.running[name].statistic.is_replicated
         ]
+        #: By gathered statistic, how many rows each rank contributed.
+        self.shards: dict[str, list[int]] = {}
+        self._newest: dict[str, float] = {}
         #: What is there, or is gathered, when counts have been added up, and needs no bucket.
         self.unbucketed = frozenset([*self.gathered, *self.replicated])
         self._sent: dict[str, Seen] = {}
@@ -134,17 +141,20 @@ class Round:
 
     # --- at the step ----------------------------------------------------------------------------
 
-    def finish(self, stale: bool) -> Iterator[Mapping[str, Tensor]]:
+    def finish(
+        self, stale: bool, compress: Compress | None = None
+    ) -> Iterator[Mapping[str, Tensor]]:
         """Send off the rest and return the sums that belong to this rank, as they arrive.
 
-        Counts and outlines of all statistics are known when this returns.
+        Counts and outlines of all statistics are known when this returns. ``compress`` gives the rows
+        that this rank contributes to the gathered statistics of a layer; by default all that it has.
         """
         self.reduction.complete(self._sum)
         header = self._header(stale)
         if header:  # some rank has observed more than it had sent
             self.reduction.restart()
             self.reduction.complete(self._sum)
-        return self._arrivals()
+        return self._arrivals(compress)
 
     def _sum(self, key: str) -> Tensor | None:
         state, name = self.sources[key]
@@ -171,7 +181,7 @@ class Round:
         found: list[float] = total.tolist()  # the host waits, as it does for any refresh
         position = 1
         for key, (state, name) in self.sources.items():
-            times = world.size if key in self.replicated else 1
+            times = self.layout.copies(state, state.running[name].statistic)
             self.counts[key] = found[position] / times
             fresh = found[position + 1] > 0
             state.running[name].agree(self.counts[key], fresh)
@@ -184,35 +194,50 @@ class Round:
                 position += length
         return found[0] > 0
 
-    def _arrivals(self) -> Iterator[Mapping[str, Tensor]]:
-        at_once = {key: self._gather(key) for key in self.gathered}
+    def _arrivals(self, compress: Compress | None) -> Iterator[Mapping[str, Tensor]]:
+        at_once = self._gather_all(compress) if self.gathered else {}
         at_once |= {key: own for key in self.replicated if (own := self._sum(key)) is not None}
         if self.unbucketed:
             yield at_once
         yield from self.reduction.arrivals()
 
-    def _gather(self, key: str) -> Tensor:
-        """Rows of all ranks, side by side."""
-        state, name = self.sources[key]
-        rows, world = state.running[name].sum, self.layout.world
-        statistic = state.running[name].statistic
-        if rows is None:
-            shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
-            weight = state.layer.weight
-            rows = torch.zeros(shape, dtype=state.layer.factor_dtype, device=weight.device)
-        here = [0.0] * world.size
-        here[world.rank] = float(rows.shape[-2])
+    def _gather_all(self, compress: Compress | None) -> dict[str, Tensor]:
+        """Rows of all ranks, side by side: those of the newest step at which any rank had some."""
+        world = self.layout.world
+        times = []
+        for key in self.gathered:
+            state, name = self.sources[key]
+            running = state.running[name]
+            times.append(-2.0 if running.sum is None else float(running.gathered_at))
+        newest = dict(zip(self.gathered, world.largest(times).tolist(), strict=True))
+        self._newest = newest
+        rows: dict[str, Tensor] = {}
+        for state in dict.fromkeys(self.sources[key][0] for key in self.gathered):
+            for name, running in state.running.items():
+                if running.gathered_at < newest.get(self.layout.key(state, name), -2):
+                    running.forget()
+            found = state.own_rows() if compress is None else compress(state)
+            rows |= {self.layout.key(state, name): value for name, value in found.items()}
+        here = [0.0] * world.size * len(self.gathered)
+        for index, key in enumerate(self.gathered):
+            here[index * world.size + world.rank] = float(rows[key].shape[-2])
         counts = [int(n) for n in world.total(here).tolist()]
-        return world.all.gather("reduce", rows, counts) if max(counts) else rows
+        for index, key in enumerate(self.gathered):
+            shards = counts[index * world.size : (index + 1) * world.size]
+            self.shards[key] = shards
+            if max(shards):
+                rows[key] = world.all.gather("reduce", rows[key].contiguous(), shards)
+        return {key: rows[key] for key in self.gathered}
 
     def settle(self, sums: Mapping[str, Tensor]) -> None:
         """Leave each statistic with its keeper."""
         for key, (state, name) in self.sources.items():
             running = state.running[name]
-            if key in self.replicated:
+            if key in self.replicated or running.statistic.source == "compressed":
                 continue
             if self.counts[key] > 0 and state.keeps(name):
                 running.sum = sums[key]
+                running.gathered_at = int(self._newest.get(key, -1))
                 running.count = new_count(self.counts[key], state.layer.weight.device)
             else:
                 running.sum = running.count = None

@@ -6,16 +6,20 @@ of them takes a new solution into use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.buckets import Bucket
+from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
+from kronfac.distributed.coordinator import Now
 from kronfac.distributed.layout import Layout
-from kronfac.state.layer_state import LayerState
+from kronfac.protocol.context import Given
+from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 
 #: A layer, and the name of a part of its solution.
@@ -25,13 +29,13 @@ Work = tuple[LayerState, str]
 class Solving:
     """One refresh of some layers, seen from one rank."""
 
-    def __init__(
-        self, layout: Layout, phases: Phases, due: Sequence[LayerState], damping: float
-    ) -> None:
+    def __init__(self, layout: Layout, phases: Phases, due: Due, now: Now) -> None:
         self.layout = layout
         self.phases = phases
-        self.due = list(due)
-        self.damping = damping
+        self.due = dict(due)
+        self.now = now
+        #: By gathered statistic, how many rows each rank contributed.
+        self.shards: dict[str, list[int]] = {}
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.missing = dict.fromkeys(due, False)
@@ -40,6 +44,10 @@ class Solving:
         self._messages: list[Broadcast | Bucket] = []
         #: Shapes of solutions of which the data decides a size, by key.
         self._sizes: dict[str, tuple[int, ...]] = {}
+
+    def skip_old(self) -> None:
+        """Leave out parts that there is nothing new for, on which ranks have agreed."""
+        self.due = {state: state.news(parts) for state, parts in self.due.items()}
 
     def run(self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]) -> None:
         """Solve stage by stage, each when its statistics have arrived, and send off solutions."""
@@ -62,11 +70,15 @@ class Solving:
     def _solve_stage(self, stage: Sequence[Work]) -> None:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
         layout, phases = self.layout, self.phases
-        ours = [(state, part) for state, part in stage if layout.works_on(state)]
-        divided, owned = [], []
-        for state, part in ours:
+        chosen = [(state, part) for state, part in stage if part in self.due[state]]
+        divided, owned, seen_through = [], [], []
+        for state, part in chosen:
             task = layout.task(state, part)
-            if task.split:
+            if layout.is_seen_through(state, part) and task.rank is not None:
+                seen_through.append((state, part, task.rank))
+            elif not layout.works_on(state):
+                continue
+            elif task.split:
                 divided.append((state, part))
             elif task.rank is None:
                 with phases("refresh", state.name):
@@ -85,32 +97,38 @@ class Solving:
                     bucket.launch()
                     self._messages.append(bucket)
         found: dict[Work, dict[str, Tensor] | None] = {}
-        for state, part, rank in owned:
+        for state, part, rank in [*seen_through, *owned]:
             if rank == layout.world.rank:
                 with phases("refresh", state.name):
                     found[state, part] = self._solve(state, part)
-        if layout.column.size == 1:
-            for (state, _), solution in found.items():
-                self._keep(state, solution)
-            return
         with phases("share"):
-            self._send(owned, found, wire)
+            self._send(seen_through, found, wire, layout.world.all)
+            self._send(owned, found, wire, layout.column)
 
     def _send(
         self,
         owned: Sequence[tuple[LayerState, str, int]],
         found: Mapping[Work, dict[str, Tensor] | None],
         wire: torch.dtype | None,
+        collectives: Collectives,
     ) -> None:
+        """Send what was solved here to those who need it; where nobody else does, keep it."""
+        if not owned:
+            return
         values: dict[str, Tensor] = {}
-        for (state, _), solution in found.items():
-            if solution is None:
-                self.failed[state] = True
+        for state, part, _ in owned:
+            if (state, part) not in found:
+                continue
+            solution = found[state, part]
+            if solution is None or collectives.size == 1:
+                self._keep(state, solution)
             for name, value in (solution or {}).items():
                 values[self.layout.key(state, name)] = value
-        self._agree_on_sizes(owned, values)
+        if collectives.size == 1:
+            return
+        self._agree_on_sizes(owned, values, collectives)
         items = [item for state, part, rank in owned for item in self._items(state, part, rank)]
-        for broadcast in make_broadcasts(items, self.layout.column, "share", wire):
+        for broadcast in make_broadcasts(items, collectives, "share", wire):
             if broadcast.mine:
                 for key in broadcast.keys:
                     broadcast.put(key, values.get(key))
@@ -118,9 +136,12 @@ class Solving:
             self._messages.append(broadcast)
 
     def _agree_on_sizes(
-        self, owned: Sequence[tuple[LayerState, str, int]], values: Mapping[str, Tensor]
+        self,
+        owned: Sequence[tuple[LayerState, str, int]],
+        values: Mapping[str, Tensor],
+        collectives: Collectives,
     ) -> None:
-        """Let all ranks of the column know the sizes that the data has decided."""
+        """Let all ranks that receive them know the sizes that the data has decided."""
         open_shapes = {
             self.layout.key(state, name): shape
             for state, part, _ in owned
@@ -135,7 +156,7 @@ class Solving:
             for size in (values[key].shape if key in values else [0] * len(shape))
         ]
         flat = torch.tensor(found, dtype=torch.float64, device=self.layout.world.device)
-        self.layout.column.all_reduce("control", flat).wait()
+        collectives.all_reduce("control", flat).wait()
         sizes = iter(flat.tolist())
         for key, shape in open_shapes.items():
             self._sizes[key] = tuple(int(next(sizes)) for _ in shape)
@@ -147,38 +168,54 @@ class Solving:
             key = self.layout.key(state, name)
             shape = self._sizes.get(key) or tuple(n or 0 for n in block.solution_shapes[name])
             symmetric = name in block.symmetric_solutions and self.layout.settings.triangles
-            dtype = state.layer.factor_dtype
+            dtype = state.solution_dtype
             found.append(Item(key, shape, dtype, weight.device, symmetric, root))
         return found
 
     # --- one part -------------------------------------------------------------------------------
 
-    def _ready(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
-        means = self.means[state]
-        names = state.block.parts[part].statistics
-        if self.missing[state] or any(name not in means for name in names):
+    def _given(self, state: LayerState, parts: Iterable[str]) -> Given | None:
+        """What some parts are solved from; ``None`` if something is missing."""
+        means, known = self.means[state], state.block.parts
+        names = [name for part in parts for name in known[part].statistics]
+        needed = [name for name in names if not state.running[name].statistic.may_be_missing]
+        if self.missing[state] or any(name not in means for name in needed):
             self.missing[state] = True
             return None
-        return {name: means[name] for name in names}
+        shards = {name: self.shards.get(self.layout.key(state, name), ()) for name in names}
+        return Given(
+            {name: means[name] for name in names if name in means},
+            self.now.damping,
+            self.outlines[state],
+            state.solution,
+            shards=shards,
+            step=self.now.step,
+        )
 
     def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
-        means = self._ready(state, part)
-        if means is None:
-            return None
-        outlines, previous = self.outlines[state], state.solution
-        return state.block.solve(part, means, outlines, previous, self.damping)
+        given = self._given(state, [part])
+        return None if given is None else state.block.refresh(given, [part])
+
+    def _solve_last(self, state: LayerState, solved: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Add the parts that come after others, which every worker solves itself."""
+        parts = [part for part in self.due[state] if state.block.parts[part].after]
+        if not parts or self.missing[state] or self.failed[state]:
+            return solved
+        with self.phases("refresh", state.name):
+            given = self._given(state, parts)
+            return (
+                None if given is None else state.block.refresh(replace(given, solved=solved), parts)
+            )
 
     def _solve_share(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
         """This rank's summand of a part; nothing if others solve it, or if it cannot be solved."""
         ranks, rank = self.layout.solvers(state, part), self.layout.world.rank
         if rank not in ranks:
             return None
-        means = self._ready(state, part)
-        if means is None:
+        given = self._given(state, [part])
+        if given is None:
             return None
-        solution = state.block.solve_share(
-            part, means, self.outlines[state], self.damping, ranks.index(rank), len(ranks)
-        )
+        solution = state.block.solve_share(part, given, ranks.index(rank), len(ranks))
         self.failed[state] |= solution is None
         return solution
 
@@ -192,27 +229,23 @@ class Solving:
 
     def _agree(self) -> dict[LayerState, dict[str, Tensor] | None]:
         """Take a solution only if every part of it was found, wherever it was solved."""
+        arrived = self._arrived()
+        solved: dict[LayerState, dict[str, Tensor]] = {}
+        for state in self.due:
+            keys = {name: self.layout.key(state, name) for name in state.held}
+            here = {name: arrived[key] for name, key in keys.items() if key in arrived}
+            here = {**self._local[state], **here}
+            whole = self._solve_last(state, here) if self.layout.works_on(state) else here
+            self.failed[state] |= whole is None
+            solved[state] = whole or {}
         flags = [float(self.missing[state]) for state in self.due]
         flags += [float(self.failed[state] and not self.missing[state]) for state in self.due]
         total = self.layout.world.total(flags).tolist()
-        arrived = self._arrived()
         outcome: dict[LayerState, dict[str, Tensor] | None] = {}
         for index, state in enumerate(self.due):
             missing, failed = total[index], total[index + len(self.due)]
-            if missing:
-                continue
-            if failed:
-                outcome[state] = None
-            elif self.layout.works_on(state):
-                names = state.block.solution_shapes
-                keys = {name: self.layout.key(state, name) for name in names}
-                own = self._local[state]
-                outcome[state] = {
-                    name: arrived[key] if key in arrived else own[name]
-                    for name, key in keys.items()
-                }
-            else:
-                outcome[state] = {}
+            if not missing:
+                outcome[state] = None if failed else solved[state]
         return outcome
 
     def _arrived(self) -> dict[str, Tensor]:

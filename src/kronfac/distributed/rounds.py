@@ -12,8 +12,8 @@ from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.comm.plan import Plan
 from kronfac.distributed.layout import Layout
-from kronfac.distributed.reduce import Moment, Round
-from kronfac.state.layer_state import LayerState
+from kronfac.distributed.reduce import Compress, Moment, Round
+from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 
 
@@ -38,7 +38,7 @@ class Rounds:
         self.loaded = False
         self._current: Round | None = None
         self._stale = self._has_new_statistics = False
-        self._expected: list[LayerState] = []
+        self._expected: Due = {}
         self._moment: Callable[[], Moment] | None = None
 
     @property
@@ -53,18 +53,16 @@ class Rounds:
             # Whatever has left on any rank has to arrive on all.
             for _ in (self._current or Round(self, self._expected)).finish(False):
                 pass
-        self._current, self._expected = None, []
+        self._current, self._expected = None, {}
         self._has_new_statistics, self.loaded = False, True
 
     # --- before the step ------------------------------------------------------------------------
 
-    def expect(
-        self, coming: Callable[[], Sequence[LayerState]], moment: Callable[[], Moment]
-    ) -> None:
+    def expect(self, coming: Callable[[], Due], moment: Callable[[], Moment]) -> None:
         """Say which layers will be refreshed at the coming step."""
         if self._current is None:
             # After loading, ranks may differ until they have agreed at the next step.
-            self._expected = [] if self.loaded else list(coming())
+            self._expected = {} if self.loaded else coming()
             self._moment = moment
 
     def observed(self, state: LayerState, source: str) -> None:
@@ -79,8 +77,7 @@ class Rounds:
             return
         if self._current is None:
             for one in self._expected:
-                if one.layer.stale():
-                    one.reset()
+                one.renew_if_stale()
             self._current = Round(self, self._expected)
         if self._moment is not None:
             self._current.observed(state, source, self._moment())
@@ -91,30 +88,34 @@ class Rounds:
         self._stale = self._current is not None and self._current.is_stale(passes)
         for state in states:
             for name, running in state.running.items():
-                version = state.pending.versions[running.statistic.source]
+                version = state.pending.versions.get(running.statistic.source)
                 if version:
                     self.plan.calls[self.layout.key(state, name)] = version
 
     # --- at the step ----------------------------------------------------------------------------
 
-    def finish(self, states: Sequence[LayerState]) -> tuple[Round, Iterator[Mapping[str, Tensor]]]:
+    def finish(
+        self, due: Due, compress: Compress | None = None
+    ) -> tuple[Round, Iterator[Mapping[str, Tensor]]]:
         """Send off what has not left of these layers; returns sums as they arrive."""
         current, self._current = self._current, None
         may_have_left = self.plan.groups is not None and self.layout.settings.overlap
-        if may_have_left and self._expected and self._expected != list(states):
+        if may_have_left and self._expected and self._expected != due:
             # Others are due than were expected: what has left on any rank has to arrive on all.
             for _ in (current or Round(self, self._expected)).finish(False):
                 pass
             current = None
         if current is None:
-            current, self._stale = Round(self, states), False
-        self._expected = []
+            current, self._stale = Round(self, due), False
+        self._expected = {}
         started = time.perf_counter()
-        arrivals = current.finish(self._stale)
+        arrivals = current.finish(self._stale, compress)
         self.waited += time.perf_counter() - started
-        done = set(states)
-        everyone = self.layout.units
-        if all(state in done or not state.layer.weight.requires_grad for state in everyone):
+        if all(
+            set(state.block.shared_parts) <= set(due.get(state, ()))
+            or not state.layer.weight.requires_grad
+            for state in self.layout.units
+        ):
             self._has_new_statistics = False
         return current, arrivals
 
@@ -134,7 +135,7 @@ class Rounds:
             return
         with self.phases("reduce"):
             self._stale = self._current is not None  # it holds what has not been folded yet
-            current, arrivals = self.finish(states)
+            current, arrivals = self.finish({s: tuple(s.block.shared_parts) for s in states})
             sums: dict[str, Tensor] = {}
             for arrived in arrivals:
                 sums.update(arrived)

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
-from kronfac.distributed.coordinator import Solved
+from kronfac.distributed.coordinator import Now, Solved
 from kronfac.distributed.layout import Layout
+from kronfac.distributed.local import own_means
 from kronfac.distributed.reduce import Round
 from kronfac.distributed.refresh import Solving, Work
 from kronfac.distributed.rounds import Rounds
-from kronfac.state.layer_state import LayerState
+from kronfac.state.layer_state import Due, LayerState
 
 
-def solve(rounds: Rounds, due: Sequence[LayerState], damping: float) -> Iterable[Solved]:
+def solve(rounds: Rounds, due: Due, now: Now) -> Iterable[Solved]:
     """Add up the statistics of some layers, solve these, and send off solutions.
 
     To iterate over the result is to wait for solutions of other ranks.
     """
     layout = rounds.layout
-    solving = Solving(layout, rounds.phases, due, damping)
+    solving = Solving(layout, rounds.phases, due, now)
+    generator = now.generator(due, layout.world.rank)
     if layout.is_local:
-        return _solve_own(solving)
+        return _solve_own(solving, generator)
     with rounds.phases("reduce"):
-        current, arrivals = rounds.finish(due)
-    for state in due:
-        for name in state.running:
-            key = layout.key(state, name)
-            solving.missing[state] |= not current.counts[key] > 0
-            if key in current.outlines:
-                solving.outlines[state][name] = current.outlines[key]
+        current, arrivals = rounds.finish(due, lambda state: state.compressed_rows(generator))
+    solving.shards = current.shards
+    for key, (state, name) in current.sources.items():
+        needed = not state.running[name].statistic.may_be_missing
+        solving.missing[state] |= needed and not current.counts[key] > 0
+        if key in current.outlines:
+            solving.outlines[state][name] = current.outlines[key]
+    solving.skip_old()
     sums: dict[str, Tensor] = {}
     solving.run(_stages(layout, current), _receive(solving, current, rounds.timed(arrivals), sums))
     return _outcome(rounds, solving, current, sums)
@@ -47,7 +51,10 @@ def _receive(
         sums.update(arrived)
         for key, total in arrived.items():
             state, name = current.sources[key]
-            if current.counts[key] > 0:
+            made = state.running[name].statistic.source == "compressed"
+            if made:
+                solving.means[state][name] = total
+            elif current.counts[key] > 0:
                 mean = state.running[name].mean_of(total, current.counts[key])
                 solving.means[state][name] = mean
         yield
@@ -57,8 +64,11 @@ def _stages(layout: Layout, current: Round) -> list[list[Work]]:
     """Which parts can be solved after which bucket has arrived."""
     first = 1 if current.unbucketed else 0
     stages: list[list[Work]] = [[] for _ in range(len(current.reduction.buckets) + first)]
-    for state in current.states:
-        for part, described in state.block.parts.items():
+    for state, parts in current.due.items():
+        for part in parts:
+            described = state.block.parts[part]
+            if described.after:
+                continue
             keys = [layout.key(state, name) for name in described.statistics]
             last = max(
                 0 if key in current.unbucketed else first + current.reduction.bucket_of(key)
@@ -78,12 +88,18 @@ def _outcome(
     yield from outcome.items()
 
 
-def _solve_own(solving: Solving) -> Iterable[Solved]:
+def _solve_own(solving: Solving, generator: torch.Generator | None) -> Iterable[Solved]:
     """Solve from what this rank has observed, where statistics do not travel."""
     for state in filter(solving.layout.works_on, solving.due):
         with solving.phases("refresh", state.name):
-            _take_means(solving, state)
-    work = [(state, part) for state in solving.due for part in state.block.parts]
+            _take_means(solving, state, generator)
+    solving.skip_old()
+    work = [
+        (state, part)
+        for state, parts in solving.due.items()
+        for part in parts
+        if not state.block.parts[part].after
+    ]
     solving.run([work], iter(()))
     return _own_outcome(solving)
 
@@ -92,13 +108,14 @@ def _own_outcome(solving: Solving) -> Iterator[Solved]:
     yield from solving.outcome().items()
 
 
-def _take_means(solving: Solving, state: LayerState) -> None:
+def _take_means(solving: Solving, state: LayerState, generator: torch.Generator | None) -> None:
     """Give a layer the means of what this rank has observed."""
-    for name, running in state.running.items():
-        mean = running.mean()
-        if mean is None:
-            continue
-        solving.means[state][name] = mean
-        outline = state.block.outline(name, mean)
-        if outline is not None:
-            solving.outlines[state][name] = outline
+    means = own_means(state, state.names_of(solving.due[state]), generator)
+    if means is None:
+        solving.missing[state] = True
+        return
+    solving.means[state] = means
+    solving.outlines[state] = state.block.outlines(means)
+    for name, mean in means.items():
+        if state.running[name].statistic.combine == "gather":
+            solving.shards[solving.layout.key(state, name)] = [mean.shape[-2]]

@@ -39,6 +39,15 @@ class ParameterView:
         column = layer._own_bias(column.detach()).reshape(*matrix.shape[:-1], 1)
         return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
 
+    def weight(self) -> Tensor:
+        """Return the parameters as a matrix shaped as ``V``, in factor precision; do not write to it."""
+        layer, bias = self.layer, self.layer.bias
+        matrix = layer._to_matrix(layer.weight.detach()).to(layer.factor_dtype)
+        if bias is None or not layer.bias_trains:
+            return matrix
+        column = layer._own_bias(bias.detach()).reshape(*matrix.shape[:-1], 1)
+        return torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
+
     def places(self, matrix: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Where the parts of a matrix shaped as ``V`` belong: views of gradients, and their values."""
         layer, grad, bias = self.layer, self.layer.weight.grad, self.layer.bias

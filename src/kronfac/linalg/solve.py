@@ -29,7 +29,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
             return None
         return vectors, values.clamp_(min=0)
 
-    solved = _climb(matrix, attempt)
+    solved = _retried(matrix, attempt)
     return None if solved is None else (solved[0], solved[1])
 
 
@@ -53,7 +53,7 @@ def cholesky_inverse(matrix: Tensor) -> Tensor | None:
             return None
         return (torch.cholesky_inverse(factor),)
 
-    solved = _climb(matrix, attempt)
+    solved = _retried(matrix, attempt)
     return None if solved is None else solved[0]
 
 
@@ -134,11 +134,11 @@ def newton_schulz_inverse(
         residual = (identity - candidate @ inverse).flatten(-2).norm(dim=-1) / math.sqrt(width)
         return (inverse,) if float(residual.max()) <= tolerance else None
 
-    solved = _climb(matrix, attempt)
+    solved = _retried(matrix, attempt)
     return None if solved is None else solved[0]
 
 
-def _climb(
+def _retried(
     matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:
     """Retry until the result is finite; return it in the matrix's own precision."""
@@ -153,7 +153,7 @@ def _first(
     """The first finite result, in the precision of its attempt."""
     if not _finite(matrix):
         return None
-    for candidate in _rungs(matrix):
+    for candidate in _attempts(matrix):
         solved = attempt(candidate)
         if solved is not None and all(_finite(part) for part in solved):
             return solved
@@ -165,7 +165,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _rungs(matrix: Tensor) -> Iterator[Tensor]:
+def _attempts(matrix: Tensor) -> Iterator[Tensor]:
     """The attempts: the matrix as given, with jitter, and with jitter in float64."""
     yield matrix
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]

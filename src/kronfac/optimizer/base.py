@@ -32,7 +32,7 @@ from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, en
 from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
-from kronfac.options.config import Options, Schedules
+from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.placement.place import Placement
 from kronfac.placement.scheme import Distribute, as_distribute
 from kronfac.protocol.method import Method
@@ -88,7 +88,8 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         check_base(base_optimizer)
         values = with_defaults(method.defaults, common)
         check_process_group(values["process_group"])
-        engine = (engine_options(method, values), schedules_of(values))
+        schedules = schedules_of(values)
+        engine = (engine_options(method, values, schedules), schedules)
         distribute = as_distribute(values["distribute"])
         self._build(model, base_optimizer, method, *engine, distribute, values["process_group"])
         self.grad_scaler = values["grad_scaler"]
@@ -137,7 +138,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         check_ranks(
             self._distribute.scheme,
             preconditioner.options.rescale,
-            preconditioner.schedules.get("damping"),
+            is_adaptive(preconditioner.schedules.get("damping")),
         )
         averaged = uses_ddp(self.model)
         coordinator = Distributed(world, self._distribute, preconditioner.phases, not averaged)
@@ -253,7 +254,8 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
 
     def _check_join(self) -> None:
         preconditioner = self._preconditioner
-        check_join(preconditioner.options.rescale, preconditioner.schedules.get("damping"))
+        adapts_damping = is_adaptive(preconditioner.schedules.get("damping"))
+        check_join(preconditioner.options.rescale, adapts_damping)
 
     @torch.no_grad()
     def shadow_step(self) -> None:
@@ -316,7 +318,8 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         """Observe the Fisher of the model's own distribution, for ``fisher="mc"`` and ``"exact"``.
 
         Call it once after each forward pass and before ``backward()``. It does nothing on steps that
-        take no statistics. ``rescale="quadratic"`` needs it as well, with any Fisher.
+        take no statistics. ``rescale="quadratic"`` needs it as well, with any Fisher, and so do methods
+        that look at the model's outputs; :attr:`needs_observe` says whether to call it.
 
         Args:
             outputs: what the likelihood's parameters are, ``[N, ..., C]``: samples first, classes or
@@ -376,7 +379,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         if entries is None:
             warnings.warn(
                 "the checkpoint has no K-FAC state: the base optimizer's part was loaded, and "
-                "statistics start anew.",
+                "statistics start again.",
                 stacklevel=2,
             )
         self._preconditioner.check_entries(self._names(), entries or {})
@@ -409,7 +412,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         return names, shapes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep what pickles and copies need; hooks are made anew by :meth:`__setstate__`."""
+        """Keep what pickles and copies need; hooks are made again by :meth:`__setstate__`."""
         preconditioner = self._preconditioner
         return {
             "model": self.model,

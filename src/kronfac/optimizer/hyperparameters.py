@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from kronfac.adaptive.damping import AdaptiveDamping, LevenbergMarquardt, as_schedule
-from kronfac.adaptive.interval import Interval, StaleInterval, as_given, as_intervals
+from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
+from kronfac.adaptive.interval import Interval, StaleInterval, as_intervals
 from kronfac.capture.grad_scaler import calling_scaler
-from kronfac.options.config import Number, check_scaler
+from kronfac.options.config import Number, check_scaler, is_adaptive
 from kronfac.step.pipeline import Preconditioner
 from kronfac.step.validation import check_curvature, check_lever, check_stagger
 
@@ -22,23 +22,21 @@ class Hyperparameters:
     @property
     def damping(self) -> Number | LevenbergMarquardt:
         """The damping γ as it was given; ``stats()["damping"]`` is its value now."""
-        value = self._get("damping")
-        given: Number | LevenbergMarquardt = (
-            value.rule if isinstance(value, AdaptiveDamping) else value
-        )
+        given: Number | LevenbergMarquardt = self._given("damping")
         return given
 
     @damping.setter
     def damping(self, value: Number | LevenbergMarquardt) -> None:
-        preconditioner = self._preconditioner
-        check_lever(value, preconditioner.options.rescale)
-        check_curvature(value, preconditioner.layers.values())
-        self._set("damping", as_schedule(value))
+        preconditioner, schedule = self._preconditioner, as_schedule(value)
+        check_lever(is_adaptive(schedule), preconditioner.options.rescale)
+        check_curvature(is_adaptive(schedule), preconditioner.layers.values())
+        self._set("damping", schedule)
 
     @property
     def factor_every(self) -> Interval:
         """Steps between updates of the statistics."""
-        return as_given(self._get("factor_every"))
+        given: Interval = self._given("factor_every")
+        return given
 
     @factor_every.setter
     def factor_every(self, value: Interval) -> None:
@@ -50,12 +48,13 @@ class Hyperparameters:
     @property
     def refresh_every(self) -> Interval:
         """Steps between renewals of the solutions; ``stats()["refresh_every"]`` is its value now."""
-        return as_given(self._get("refresh_every"))
+        given: Interval = self._given("refresh_every")
+        return given
 
     @refresh_every.setter
     def refresh_every(self, value: Interval) -> None:
         factor, refresh = as_intervals(self.factor_every, value)
-        check_stagger(self._preconditioner.options.stagger, refresh)
+        check_stagger(self._preconditioner.options.stagger, is_adaptive(refresh))
         self._preconditioner.schedules.set("factor_every", factor)
         self._set("refresh_every", refresh)
 
@@ -110,6 +109,9 @@ class Hyperparameters:
 
     def _get(self, name: str) -> Any:
         return self._preconditioner.schedules.get(name)
+
+    def _given(self, name: str) -> Any:
+        return self._preconditioner.schedules.given(name)
 
     def _set(self, name: str, value: Any) -> None:
         preconditioner = self._preconditioner

@@ -80,8 +80,10 @@ class Inspection:
     @property
     def needs_observe(self) -> bool:
         """Whether :meth:`observe` has to be called after each forward pass."""
-        options = self._preconditioner.options
-        return options.sampled or options.rescale == "quadratic"
+        preconditioner = self._preconditioner
+        options = preconditioner.options
+        by_options = options.sampled or options.rescale == "quadratic"
+        return by_options or preconditioner.method.needs_observe
 
     def summary(self) -> str:
         """Return the table of layers, and every parameter that is not preconditioned and why.

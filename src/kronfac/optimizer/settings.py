@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
+from kronfac.adaptive.damping import as_schedule
 from kronfac.adaptive.interval import as_intervals
 from kronfac.optimizer.common import DEFAULTS, Common
-from kronfac.options.config import Options, Schedules, as_patterns, resolve_rescale
+from kronfac.options.config import (
+    Options,
+    Schedules,
+    as_patterns,
+    is_adaptive,
+    resolve_rescale,
+)
 from kronfac.protocol.method import Defaults, Method
 
 
@@ -20,9 +26,9 @@ def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
     return {**values, **common}
 
 
-def engine_options(method: Method, values: dict[str, Any]) -> Options:
+def engine_options(method: Method, values: dict[str, Any], schedules: Schedules) -> Options:
     """Those that do not change during training."""
-    adaptive = isinstance(values["damping"], LevenbergMarquardt)
+    adaptive = is_adaptive(schedules.get("damping"))
     options = Options(
         fisher=values["fisher"],
         momentum=values["momentum"],

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.adaptive.damping import AdaptiveDamping
 from kronfac.optimizer.replay import RandomState, buffers_kept, gradients_kept, gradients_replaced
 from kronfac.rescale.quadratic import Products, QuadraticModel, Vectors, inner
 from kronfac.step.pipeline import ParamGroups, Preconditioner
@@ -32,8 +31,8 @@ class Trial:
         self._preconditioner = preconditioner
         self._groups = groups
         self._closure = closure
-        damping = preconditioner.schedules.get("damping")
-        adaptive = isinstance(damping, AdaptiveDamping) and not preconditioner.detached
+        damping = preconditioner.schedules.adaptive("damping")
+        adaptive = damping is not None and not preconditioner.detached
         self._model = None if preconditioner.detached else preconditioner.quadratic
         self._damping = damping if adaptive and damping.due(preconditioner.clock.step) else None
         self._reason = "rescale='quadratic'" if self._model is not None else ""
@@ -104,16 +103,16 @@ class Trial:
             parameter.grad.copy_(-value)
 
     def judge(self) -> None:
-        """Compare what the step did to the loss with what the model foretold, and adapt γ."""
+        """Compare what the step did to the loss with what the model predicted, and adapt γ."""
         if self._damping is None:
             return
         change = {p: p.detach() - before for p, before in self._before.items()}
         if not any(bool(value.any()) for value in change.values()):
             return  # a learning rate of zero says nothing about the damping
         with self._preconditioner.phases("damping"):
-            foretold = float(inner(change, self._gradient)) + self._curvature(change) / 2
+            predicted = float(inner(change, self._gradient)) + self._curvature(change) / 2
             after = _number(self._run_again(), self._reason)
-        verdict = self._damping.judge(self._mean(after - self._loss), foretold)
+        verdict = self._damping.judge(self._mean(after - self._loss), predicted)
         self._preconditioner.count(f"damping_{verdict}")
 
     def _curvature(self, change: Vectors) -> float:

@@ -29,11 +29,16 @@ class Advice:
         """Say this unless it was said already; nothing if there is no message."""
         if message is not None and topic not in self._given:
             self._given.add(topic)
-            warnings.warn(message, stacklevel=_caller_level())
+            warn_caller(message)
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line of the first caller that is neither ours nor torch's."""
+    warnings.warn(message, stacklevel=_caller_level())
 
 
 def _caller_level() -> int:
-    """How far above :meth:`Advice.give` the first frame is that is neither ours nor torch's."""
+    """How far above :func:`warn_caller` that caller is."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         level, frame = level + 1, frame.f_back

@@ -76,6 +76,17 @@ class Options:
             )
 
 
+class Adaptive:
+    """A schedule whose values a rule makes as training goes on; users give the rule."""
+
+    rule: Any
+
+
+def is_adaptive(schedule: object) -> bool:
+    """Whether a hyperparameter adapts itself."""
+    return isinstance(schedule, Adaptive)
+
+
 class Schedules:
     """The hyperparameters that may change: numbers or callables of the step number."""
 
@@ -105,6 +116,16 @@ class Schedules:
     def get(self, name: str) -> Any:
         """Return the number or the callable, as it was given."""
         return self._values[name]
+
+    def adaptive(self, name: str) -> Any:
+        """What adapts a hyperparameter, or ``None`` if nothing does."""
+        value = self._values[name]
+        return value if is_adaptive(value) else None
+
+    def given(self, name: str) -> Any:
+        """A hyperparameter as the user gave it: a number, a callable or a rule."""
+        value = self._values[name]
+        return value.rule if is_adaptive(value) else value
 
     def values(self) -> dict[str, Any]:
         """All of them, as they were given."""

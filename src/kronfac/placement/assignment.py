@@ -96,7 +96,7 @@ class Placement:
             "scheme": self.scheme,
             "size": self.grid.size,
             "workers": self.grid.workers,
-            "seats": {
+            "assignments": {
                 name: {
                     "column": assignment.column,
                     "tasks": {
@@ -122,6 +122,12 @@ class Placement:
                         for part, task in assignment["tasks"].items()
                     },
                 )
-                for name, assignment in plain["seats"].items()
+                for name, assignment in _assignments(plain).items()
             },
         )
+
+
+def _assignments(plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Checkpoints of version 0.1 have them under another name."""
+    found: Mapping[str, Any] = plain["assignments" if "assignments" in plain else "seats"]
+    return found

@@ -13,11 +13,13 @@ class StatisticUnit:
         key: ``"<layer>/<statistic>"``.
         elements: how many numbers of it are sent (one triangle if it is symmetric).
         itemsize: bytes of each.
+        times: how often it is added up in one refresh interval; 0 if it never travels.
     """
 
     key: str
     elements: int
     itemsize: int = 4
+    times: float = 1.0
 
     @property
     def bytes(self) -> int:
@@ -36,6 +38,8 @@ class PartUnit:
         solution_elements: size of its solution.
         shared_flops: if several ranks can solve it together, the operations that each of them repeats;
             the rest is divided. ``None`` if it cannot be divided.
+        times: how often it is solved in one refresh interval.
+        by_each: whether every rank that works on the layer solves it itself.
     """
 
     name: str
@@ -43,6 +47,8 @@ class PartUnit:
     flops: int
     solution_elements: int
     shared_flops: int | None = None
+    times: float = 1.0
+    by_each: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def place(
 def makespan(
     layers: Sequence[LayerUnit], placement: Placement, compute: Compute | None = None
 ) -> list[float]:
-    """The seconds that each rank spends on solving at a refresh."""
+    """The seconds that each rank spends on solving in one refresh interval."""
     compute = compute or Compute()
     grid = placement.grid
     loads = [0.0] * grid.size
@@ -89,11 +89,11 @@ def makespan(
             task = assignment.tasks[part.name]
             if task.rank is None and not task.ranks:
                 pieces = grid.workers if task.split else 1
-                common[assignment.column] += solve_seconds(part, compute, pieces)
+                common[assignment.column] += part.times * solve_seconds(part, compute, pieces)
             else:
                 ranks = placement.solvers(layer.name, part.name)
                 for rank in ranks:
-                    loads[rank] += solve_seconds(part, compute, len(ranks))
+                    loads[rank] += part.times * solve_seconds(part, compute, len(ranks))
     return [load + common[grid.column_of(rank)] for rank, load in enumerate(loads)]
 
 
@@ -166,7 +166,7 @@ def _columns(
     names = [layer.tied_to or layer.name if together else layer.name for layer in layers]
     weights = dict.fromkeys(names, 0.0)
     for name, layer in zip(names, layers, strict=True):
-        solve = sum(solve_seconds(part, compute) for part in layer.parts)
+        solve = sum(part.times * solve_seconds(part, compute) for part in layer.parts)
         # The workers of a column divide its solving; each of them preconditions all of it.
         weights[name] += solve / (refresh_every * grid.workers)
         weights[name] += compute.product(layer.precondition_flops)
@@ -181,6 +181,8 @@ def _columns(
 
 def _everywhere(job: _Job, scheme: str | Hybrid, size: int) -> bool:
     """Whether all workers solve it redundantly: always, or where that is faster than a broadcast."""
+    if job.part.by_each:
+        return True
     if scheme == "spd":
         return job.seconds(1) < job.link.broadcast(job.solution_bytes, size)
     return scheme == "replicated"

@@ -32,8 +32,8 @@ class Prediction:
         scheme: its name.
         seconds: per step, on average, by phase: ``reduce``, ``refresh``, ``share``,
             ``precondition`` and ``spread``.
-        bytes: sent by the rank that sends most, per refresh (``reduce``, ``share``) or per step
-            (``spread``).
+        bytes: sent by the rank that sends most, per refresh interval (``reduce``, ``share``) or per
+            step (``spread``).
         memory: bytes of solutions and of kept statistics, in the form that is sent, on the rank that
             holds most.
     """
@@ -139,11 +139,14 @@ def _reduce(
     kept, everywhere = [0] * size, 0
     for layer in layers if placement.scheme != "local" else ():
         for statistic in layer.statistics:
+            if not statistic.times:
+                continue
             needed = placement.needs(layer, statistic.key)
+            size_sent = round(statistic.bytes * statistic.times)
             if needed is None or len(needed) > 1:
-                everywhere += statistic.bytes
+                everywhere += size_sent
             else:
-                kept[needed[0]] += statistic.bytes
+                kept[needed[0]] += size_sent
     total = sum(kept)
     exchange = _Traffic(size)
     exchange.sent = [float(total - own) for own in kept]
@@ -160,7 +163,8 @@ def _share(layers: Sequence[LayerUnit], placement: Placement, direct: bool) -> l
     for layer in layers:
         assignment = placement.assignments[layer.name]
         for part in layer.parts:
-            task, size = assignment.tasks[part.name], part.solution_elements * layer.itemsize
+            task = assignment.tasks[part.name]
+            size = round(part.solution_elements * layer.itemsize * part.times)
             if task.split:
                 together[assignment.column] += size
             elif task.rank is not None:
@@ -204,6 +208,9 @@ def _memory(layers: Sequence[LayerUnit], placement: Placement) -> list[int]:
     for layer in layers:
         solutions[placement.assignments[layer.name].column] += layer.solution_bytes
         for statistic in layer.statistics:
-            kept[placement.keeper(layer, statistic.key, index)] += statistic.bytes
+            if statistic.times:
+                kept[placement.keeper(layer, statistic.key, index)] += statistic.bytes
+            else:  # every worker has its own
+                solutions[placement.assignments[layer.name].column] += statistic.bytes
             index += 1
     return [solutions[grid.column_of(rank)] + bytes_ for rank, bytes_ in enumerate(kept)]

@@ -2,89 +2,52 @@
 
 A block is pure mathematics of one layer. It holds shapes and options, never tensors, ranks or modules:
 whoever drives it keeps the statistics and solutions and may therefore add, gather, send or save them.
-Four kinds of statistics cover the family:
+These kinds of statistics cover the family:
 
 - matrices (K-FAC and its relatives): ``combine="sum"``, ``symmetric=True``;
 - vectors (rank-one methods): ``combine="sum"``, ``degree=1`` for a mean of output gradients;
 - gathered per-sample rows: ``combine="gather"`` with ``keeps = "summed"`` or ``"dense"``;
-- gradient only: ``source="gradient"``, seen by :meth:`Block.observe_gradient`.
+- gradient only: ``source="gradient"``, seen by :meth:`Block.observe_gradient`;
+- moments in the basis that was solved: ``basis=("A.vectors", "G.vectors")``.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kronfac.layers.rows import Rows
+from kronfac.protocol.context import NOTHING, Context, Given
+from kronfac.protocol.statistic import (
+    Cadence,
+    Cost,
+    Part,
+    Shape,
+    Statistic,
+    Tensors,
+    bytes_of,
+    fits,
+)
 
-Tensors = Mapping[str, Tensor]
-#: Sizes of a tensor; ``None`` stands for a number of rows that the data decides.
-Shape = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """What one statistic is, so that it can be averaged, moved between ranks and saved.
-
-    Args:
-        shape: shape of its sum (for ``gather``: of one row).
-        source: where it comes from. Input statistics count rows, output statistics count samples,
-            gradient statistics count steps.
-        degree: the power of the output gradient in it. The gradient of a mean over ``N`` samples is
-            ``N`` times too small for each power.
-        symmetric: whether a triangle holds all of it.
-        combine: ``"sum"`` adds over time and ranks; ``"gather"`` keeps the newest rows side by side.
-        occurrences: whether entries say how often something occurred (an embedding's tokens). What has
-            ever occurred then counts as at least one row, and what never has stays at zero.
-    """
-
-    shape: tuple[int, ...]
-    source: Literal["input", "output", "gradient"]
-    degree: int = 0
-    symmetric: bool = False
-    combine: Literal["sum", "gather"] = "sum"
-    occurrences: bool = False
-
-    @property
-    def sum_shape(self) -> Shape:
-        """Shape of what is kept: gathered rows stand in the last dimension but one."""
-        if self.combine == "sum":
-            return self.shape
-        return (*self.shape[:-1], None, self.shape[-1])
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a block costs: placement, planning and the summary read nothing else."""
-
-    refresh_flops: int
-    precondition_flops: int
-    statistics_bytes: int
-    solution_bytes: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tensors of a solution that are solved together, apart from the rest of it.
-
-    Args:
-        statistics: names of the statistics that it is solved from.
-        solution: names of the tensors in :attr:`Block.solution_shapes` that it makes.
-        flops: operations to solve it.
-        shared_flops: those that each summand repeats when it is divided into summands; the others
-            are divided. ``None`` if it cannot be divided.
-    """
-
-    statistics: tuple[str, ...]
-    solution: tuple[str, ...]
-    flops: int
-    shared_flops: int | None = None
+__all__ = [
+    "NOTHING",
+    "Block",
+    "Cadence",
+    "Context",
+    "Cost",
+    "Given",
+    "Part",
+    "Shape",
+    "Statistic",
+    "Tensors",
+    "bytes_of",
+    "fits",
+]
 
 
 class Block(ABC):
@@ -104,48 +67,105 @@ class Block(ABC):
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.
     undamped: bool = False
+    #: Precision of solutions; ``None`` for that of the statistics.
+    solution_dtype: torch.dtype | None = None
+    #: Whether :meth:`compress` draws random numbers.
+    draws: bool = False
 
     @property
     def holds_rows(self) -> bool:
         """Whether rows are kept until the step, so that both sides of a sample meet."""
         return self.keeps != "none"
 
-    # Observing: ``solution`` is the one in use at the time, ``None`` before the first. Contributions of
-    # inputs and outputs are tensors of their own, not views of rows, since sums are kept in place.
+    @property
+    def seen_through(self) -> frozenset[str]:
+        """Tensors of the solution in which rows are observed: every rank that observes holds them."""
+        statistics = self.statistics.values()
+        return frozenset(name for one in statistics if not one.is_replicated for name in one.basis)
 
-    def observe_input(self, inputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
+    # Observing. Contributions of inputs and outputs are tensors of their own, not views of rows, since
+    # sums are kept in place.
+
+    def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """Contributions of a call's input side."""
         return {}
 
-    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """Contributions of a call's output side."""
         return {}
 
     def observe_pair(
-        self, inputs: Rows, outputs: Rows, solution: Tensors | None = None
+        self, inputs: Rows, outputs: Rows, context: Context = NOTHING
     ) -> dict[str, Tensor]:
         """Contributions that need both sides of the same samples (only if rows are kept)."""
         return {}
 
-    def observe_gradient(
-        self, gradient: Tensor, solution: Tensors | None = None
-    ) -> dict[str, Tensor]:
+    def observe_gradient(self, gradient: Tensor, context: Context = NOTHING) -> dict[str, Tensor]:
         """Contributions of the gradient matrix itself."""
         return {}
 
-    def refresh(
-        self, means: Tensors, previous: Tensors | None, damping: float
-    ) -> dict[str, Tensor] | None:
-        """Solve all parts for the current averages. ``None`` means that there is no solution."""
-        outlined = {name: self.outline(name, mean) for name, mean in means.items()}
-        outlines = {name: outline for name, outline in outlined.items() if outline is not None}
-        solution: dict[str, Tensor] = {}
-        for part in self.parts:
-            solved = self.solve(part, means, outlines, previous, damping)
+    def observe_weight(self, weight: Tensor, context: Context = NOTHING) -> dict[str, Tensor]:
+        """Contributions of the parameters, as a matrix shaped like the gradient's."""
+        return {}
+
+    def compress(self, rows: Tensors, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Turn a rank's own gathered rows into what it sends to the others, by name.
+
+        In one process its rows are all that there are. ``generator`` is there if :attr:`draws`; ranks
+        have different numbers, and checkpoints resume them.
+        """
+        return dict(rows)
+
+    def rebase(self, name: str, value: Tensor, before: Tensors, after: Tensors) -> Tensor | None:
+        """Express the sum or mean of a statistic in the basis of another solution, linearly.
+
+        ``None`` forgets it.
+        """
+        return None
+
+    # Solving.
+
+    def refresh(self, given: Given, parts: Iterable[str] | None = None) -> dict[str, Tensor] | None:
+        """Solve some parts, or all, from the means of all their statistics.
+
+        ``None`` means that there is no solution. Means in a basis that has just been solved again are
+        expressed in the new one first.
+        """
+        chosen = self.parts if parts is None else parts
+        outlines = given.outlines or self.outlines(given.means)
+        solution = dict(given.solved)
+        for part in sorted(chosen, key=lambda name: bool(self.parts[name].after)):
+            own = {}
+            for name in self.parts[part].statistics:
+                mean = self._rebased(name, given.means.get(name), given.previous, solution)
+                if mean is not None:
+                    own[name] = mean
+            solved = self.solve(part, replace(given, means=own, outlines=outlines, solved=solution))
             if solved is None:
                 return None
             solution |= solved
         return solution
+
+    def _rebased(
+        self, name: str, mean: Tensor | None, previous: Tensors | None, solved: Tensors
+    ) -> Tensor | None:
+        if mean is None or not any(one in solved for one in self.statistics[name].basis):
+            return mean
+        return None if previous is None else self.rebase(name, mean, previous, solved)
+
+    def outlines(self, means: Tensors) -> dict[str, Tensor]:
+        """The outlines of some means, by name."""
+        found = {name: self.outline(name, mean) for name, mean in means.items()}
+        return {name: outline for name, outline in found.items() if outline is not None}
+
+    def due_parts(self, *cadences: Cadence) -> tuple[str, ...]:
+        """The parts that are solved again on some occasions."""
+        return tuple(name for name, part in self.parts.items() if part.every in cadences)
+
+    @property
+    def shared_parts(self) -> Mapping[str, Part]:
+        """The parts that ranks solve for each other; those of every step each solves itself."""
+        return {name: part for name, part in self.parts.items() if part.every != "step"}
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -163,29 +183,10 @@ class Block(ABC):
         return None
 
     @abstractmethod
-    def solve(
-        self,
-        part: str,
-        means: Tensors,
-        outlines: Tensors,
-        previous: Tensors | None,
-        damping: float,
-    ) -> dict[str, Tensor] | None:
-        """Solve one part from the means of its own statistics and the outlines of all means.
+    def solve(self, part: str, given: Given) -> dict[str, Tensor] | None:
+        """Solve one part. ``None`` means that no solution could be found."""
 
-        ``previous`` is the solution in use, if there is one: where to start from, or what to update.
-        ``None`` means that no solution could be found.
-        """
-
-    def solve_share(
-        self,
-        part: str,
-        means: Tensors,
-        outlines: Tensors,
-        damping: float,
-        index: int,
-        of: int,
-    ) -> dict[str, Tensor] | None:
+    def solve_share(self, part: str, given: Given, index: int, of: int) -> dict[str, Tensor] | None:
         """Summand ``index`` of ``of`` whose sum is what :meth:`solve` finds, up to rounding.
 
         There is a solution only if no summand is ``None``.
@@ -222,15 +223,3 @@ class Block(ABC):
     @abstractmethod
     def cost(self) -> Cost:
         """What the block costs."""
-
-
-def bytes_of(shapes: Iterable[Shape], dtype: torch.dtype) -> int:
-    """Bytes that tensors of these shapes take; rows that the data decides are not counted."""
-    return sum(math.prod(n for n in shape if n is not None) for shape in shapes) * dtype.itemsize
-
-
-def fits(shape: Shape, tensor: Tensor) -> bool:
-    """Whether a tensor has a shape."""
-    if tensor.dim() != len(shape):
-        return False
-    return all(want is None or want == have for want, have in zip(shape, tensor.shape, strict=True))

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from kronfac.layers import Layer
-from kronfac.protocol.block import Tensors
+from kronfac.protocol.block import Block, Tensors
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """One layer at one step, as a rule sees it.
+
+    Args:
+        step: number of completed steps.
+        buffers: the layer's own tensors by name, to be changed in place; empty before the first call.
+        block: the layer's curvature, which knows what to do with its solution.
+        solution: the solution in use, ``None`` before the first.
+        damping: the damping γ.
+        rate: learning rate of the weight's group.
+    """
+
+    step: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    block: Block | None = None
+    solution: Tensors | None = None
+    damping: float = 0.0
+    rate: float | Tensor = 0.0
 
 
 class Transform(ABC):
@@ -19,11 +41,5 @@ class Transform(ABC):
         return {}
 
     @abstractmethod
-    def __call__(
-        self, gradient: Tensor, buffers: dict[str, Tensor], solution: Tensors | None, step: int
-    ) -> Tensor:
-        """Return what takes the place of a gradient matrix ``[*b, d_out, d_in]``.
-
-        ``buffers`` are the layer's own, to be changed in place, and empty before the first call;
-        ``solution`` is the one in use, ``None`` before the first.
-        """
+    def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
+        """Return what takes the place of a gradient matrix ``[*b, d_out, d_in]``."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kronfac.capture.fisher import Likelihood, hessian_product
 from kronfac.options.config import Options
-from kronfac.statistics.pending import count_dtype
+from kronfac.statistics.running import count_dtype
 
 Vectors = Mapping[nn.Parameter, Tensor]
 
@@ -80,7 +80,7 @@ class QuadraticModel:
                 self.last.setdefault(parameter, torch.zeros_like(parameter).detach())
 
     def resume(self, entries: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Continue from what was saved, by parameter; without it, start anew."""
+        """Continue from what was saved, by parameter; without it, start again."""
         self.last = {
             p: entry["update"].detach().to(p.device, p.dtype, copy=True)
             for p, entry in entries.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import Normalizer
+from kronfac.statistics.normalizer import Normalizer
 
 
 def fold(
@@ -21,6 +21,8 @@ def fold(
     how statistics can leave before the step. It shares memory with what is pending if there was no sum.
     """
     running = state.running[name]
+    own = running.statistic.decay
+    decay = decay if own is None else own
     if preview:
         running = running.faded(decay)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from kronfac.options.config import Rule
 from kronfac.protocol.block import bytes_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
-from kronfac.statistics.pending import Pending, Running
+from kronfac.statistics.pending import Pending
+from kronfac.statistics.running import Running
 
 _OUTLAST_STATISTICS = (
     "solution",
@@ -28,7 +29,7 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *("schedule", "dropped", "compared", "broadcast"),
+    *("schedule", "dropped", "compared", "broadcast", "seeds"),
 }
 
 
@@ -60,7 +61,7 @@ class LayerState:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew with the layer's present shape: no statistics, no solution."""
+        """Start again with the layer's present shape: no statistics, no solution."""
         self.layer.renew()
         self.block = self.method.block(self.layer, grouped=not self.fell_back)
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
@@ -103,9 +104,79 @@ class LayerState:
         return self.view.has_gradient
 
     def forget_solution(self) -> None:
-        """Let it be solved anew at the next step, from the statistics that there are."""
+        """Let it be solved again at the next step, from the statistics that there are."""
         self.solution = self.solved_at = self.last_refresh = None
         self.has_new_statistics = True
+
+    def renew_if_stale(self) -> None:
+        """Start again if the layer has another shape now, since its bias was frozen or unfrozen."""
+        if self.layer.stale():
+            self.reset()
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the solution's tensors that this rank holds.
+
+        All of them where it works on the layer, elsewhere those in which it observes rows.
+        """
+        names = self.block.solution_shapes
+        if self.is_worker:
+            return tuple(names)
+        seen = self.block.seen_through if self.observed else ()
+        return tuple(name for name in names if name in seen)
+
+    @property
+    def solution_dtype(self) -> torch.dtype:
+        """Precision of the solution."""
+        return self.block.solution_dtype or self.layer.factor_dtype
+
+    def news(self, parts: Iterable[str]) -> list[str]:
+        """Of some parts, those that there is something new for, or that follow the clock alone."""
+        chosen = []
+        for part in parts:
+            described = self.block.parts[part]
+            waits = described.every == "factor" and self.solved_at is not None
+            if not waits or any(self.running[name].fresh for name in described.statistics):
+                chosen.append(part)
+        return chosen
+
+    def names_of(self, parts: Iterable[str]) -> list[str]:
+        """The statistics that some parts are solved from, and those whose outlines they need."""
+        described = self.block.parts
+        wanted = {name for part in parts for name in described[part].statistics}
+        wanted |= set(self.block.outline_shapes)
+        return [name for name in self.running if name in wanted]
+
+    def own_rows(self) -> dict[str, Tensor]:
+        """This rank's rows of gathered statistics, by name; empty where it has none."""
+        rows = {}
+        for name, running in self.running.items():
+            statistic = running.statistic
+            if statistic.combine == "gather":
+                shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
+                empty = self.layer.weight.new_zeros(shape, dtype=self.layer.factor_dtype)
+                rows[name] = empty if running.sum is None else running.sum
+        return rows
+
+    def compressed_rows(self, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """What the block makes of them before they are sent."""
+        rows = self.own_rows()
+        held = {name: value for name, value in rows.items() if value.shape[-2]}
+        return rows | (self.block.compress(held, generator) if held else {})
+
+    def use(self, solved: Mapping[str, Tensor]) -> None:
+        """Take newly solved parts into use, and express statistics in the basis that they make."""
+        before, after = self.solution, {**(self.solution or {}), **solved}
+        for name, running in self.running.items():
+            if running.sum is None or not any(one in solved for one in running.statistic.basis):
+                continue
+            total = None if before is None else self.block.rebase(name, running.sum, before, after)
+            if total is None:
+                running.forget()
+            else:
+                running.sum = total
+        held = self.held
+        self.solution = {name: after[name] for name in held if name in after} if held else None
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps a statistic between refreshes."""
@@ -130,10 +201,10 @@ class LayerState:
     @property
     def held_bytes(self) -> int:
         """Bytes of the statistics, solution and buffers that this rank keeps, once they exist."""
-        if not self.is_worker:
-            return self.kept_bytes
-        buffers = bytes_of(self.buffer_shapes.values(), self.layer.factor_dtype)
-        return self.kept_bytes + self.block.cost.solution_bytes + buffers
+        shapes = self.block.solution_shapes
+        solution = bytes_of([shapes[name] for name in self.held], self.solution_dtype)
+        buffers = self.buffer_shapes.values() if self.is_worker else ()
+        return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
 
     def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""
@@ -145,13 +216,20 @@ class LayerState:
                 if self.compares and running.sum is not None and name not in self.history:
                     empty = torch.zeros_like(running.sum)
                     self.history[name] = (empty, empty.clone())
-        if self.solution is None and self.is_worker:
+        if self.solution is None and self.held:
+            shapes = self.block.solution_shapes
             self.solution = {
-                name: torch.zeros([n or 0 for n in shape], dtype=dtype, device=device)
-                for name, shape in self.block.solution_shapes.items()
+                name: torch.zeros(
+                    [n or 0 for n in shapes[name]], dtype=self.solution_dtype, device=device
+                )
+                for name in self.held
             }
         if self.pending.dropped is None:
             self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
         for name, shape in self.buffer_shapes.items() if self.is_worker else ():
             if name not in self.buffers:
                 self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
+
+
+#: Layers that are solved at a step, and the parts of each.
+Due = Mapping[LayerState, Sequence[str]]

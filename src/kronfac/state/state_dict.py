@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kronfac.protocol.block import Shape, fits
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.pending import count_dtype
+from kronfac.statistics.running import count_dtype
 
 PREFIX = "kronfac."
 _NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
@@ -160,12 +160,15 @@ def _own_part(state: LayerState, entry: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Raise if what was saved of a layer does not fit the layer as it is now."""
     entry = _own_part(state, entry)
+    block = state.block
+    if "schedule" in entry and bool(entry["schedule"][-1]) and block.holds_rows:
+        block = state.method.block(state.layer, grouped=False)  # as load_layer will have it
     expected: dict[str, Shape] = {"dropped": (), **state.buffer_shapes}
-    for name, running in state.running.items():
-        whole = running.statistic.sum_shape
+    for name, statistic in block.statistics.items():
+        whole = statistic.sum_shape
         expected |= {f"{name}.sum": whole, f"{name}.count": (), f"{name}.rows": (2,)}
         expected |= {f"{name}.last": whole, f"{name}.before": whole}
-    for name, shape in state.block.solution_shapes.items():
+    for name, shape in block.solution_shapes.items():
         expected[f"solution.{name}"] = shape
     if "schedule" not in entry and any(key in entry for key in expected):
         raise ValueError(
@@ -185,8 +188,7 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     """Whether an entry has every tensor that this rank would hold of a layer."""
     entry = _own_part(state, entry)
     wanted = [f"{name}.sum" for name in state.running if state.keeps(name)]
-    if state.is_worker:
-        wanted += [f"solution.{name}" for name in state.block.solution_shapes]
+    wanted += [f"solution.{name}" for name in state.held]
     return all(key in entry for key in wanted)
 
 
@@ -224,18 +226,18 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
             state.buffers[name] = read(name, dtype)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
-    names = state.block.solution_shapes
+    names = state.held
     state.solved_at = None if solved == _NEVER else solved
     state.last_refresh = None if last == _NEVER else last
-    if not state.is_worker:
+    if not names:
         return
     if all(f"solution.{name}" in entry for name in names):
-        state.solution = {name: read(f"solution.{name}", dtype) for name in names}
+        state.solution = {name: read(f"solution.{name}", state.solution_dtype) for name in names}
     elif solved != _NEVER:
         state.forget_solution()
         warnings.warn(
             f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
-            "computed anew from the saved statistics at the next step.",
+            "computed again from the saved statistics at the next step.",
             stacklevel=2,
         )
 

@@ -1,153 +1,20 @@
-"""Running averages as (sum, count) pairs, and what has been observed since the last step.
-
-Sums and counts add, over calls, micro-batches, steps and ranks, so that accumulation and deferral are
-exact by construction. Nothing here reads a number back from the device.
-"""
+"""What one layer has observed since the last step. Nothing here reads a number back from the device."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kronfac.layers.rows import DenseRows, Rows
-from kronfac.protocol.block import Block, Statistic, Tensors
-
-
-class Pass:
-    """One outermost forward: its number of samples, and of loss terms once that is known."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.terms: Tensor | None = None
-        #: Dimensions and width of scores whose gradient is seen at the product that made them only.
-        self.hidden_scores: tuple[int, int] | None = None
-
-    def count_terms(self, grad: Tensor) -> None:
-        """Loss terms are the output positions that receive a gradient: masked ones receive none."""
-        self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
-        self.hidden_scores = None
-
-    def see_scores(self, dims: int, width: int, grad: Tensor | None) -> None:
-        """The gradient of the scores; ``None`` if it stays in a graph, since the loss is there too."""
-        if grad is None:
-            self.hidden_scores = (dims, width)
-        else:
-            self.count_terms(grad)
-
-    def count_hidden_terms(self, grad: Tensor) -> None:
-        """The same for a product's output, if that is what the scores are: the last one comes first."""
-        if self.hidden_scores == (grad.dim(), grad.shape[-1]):
-            self.count_terms(grad)
-
-
-class Running:
-    """A decayed ``(sum, count)`` pair, used as ``sum/count``.
-
-    Decay stops before a count gets so small that the sum would underflow: the mean of a layer that is
-    not observed for a long time stays its last mean.
-    """
-
-    def __init__(self, statistic: Statistic) -> None:
-        self.statistic = statistic
-        self.sum: Tensor | None = None
-        self.count: Tensor | None = None
-        #: Whether something was observed since the last refresh, and (for occurrences) the share of
-        #: one row among those of the last refresh at which that was so.
-        self.fresh = False
-        self.row_share = 0.0
-
-    def decay(self, decay: float) -> None:
-        """Let the past fade; a step that contributes nothing does only this."""
-        if self.sum is None or self.count is None or self.statistic.combine == "gather":
-            return
-        factor, occurred = self._fading(decay), self._occurred()
-        _above_zero(self.sum.mul_(factor), occurred)
-        self.count.mul_(factor)
-
-    def faded(self, decay: float) -> Running:
-        """What :meth:`decay` would leave, in tensors of its own."""
-        left = Running(self.statistic)
-        if self.sum is not None and self.count is not None:
-            factor = self._fading(decay)
-            left.sum = _above_zero(self.sum * factor, self._occurred())
-            left.count = self.count * factor
-        return left
-
-    def _fading(self, decay: float) -> Tensor:
-        assert self.sum is not None
-        assert self.count is not None
-        return (_least_count(self.sum.dtype) / self.count).clamp(max=1).clamp(min=decay)
-
-    def _occurred(self) -> Tensor | None:
-        """What has ever occurred, where that matters."""
-        assert self.sum is not None
-        return self.sum > 0 if self.statistic.occurrences else None
-
-    def add(self, total: Tensor, count: Tensor) -> None:
-        """Add a contribution; gathered rows replace the old ones."""
-        self.fresh = True
-        if self.sum is None or self.count is None or self.statistic.combine == "gather":
-            self.sum, self.count = total, count.clone()  # several statistics share one count
-        else:
-            self.sum.add_(total)
-            self.count.add_(count)
-
-    def mean(self) -> Tensor | None:
-        """The mean, or ``None`` when nothing has been counted (reads the count)."""
-        if self.sum is None or self.count is None:
-            return None
-        count = float(self.count)
-        return self.mean_of(self.sum, count) if count > 0 else None
-
-    def mean_of(self, total: Tensor, count: float) -> Tensor:
-        """The mean for a sum over all ranks and its count; gathered rows as they are."""
-        if self.statistic.combine == "gather":
-            return total
-        mean = total / count
-        if not self.statistic.occurrences:
-            return mean
-        self.agree(count, self.fresh)
-        return mean.clamp_(min=self.row_share).mul_(total > 0)
-
-    def agree(self, count: float, fresh: bool) -> None:
-        """Take note of the count over all ranks, and whether any of them has observed something."""
-        self.fresh = fresh
-        if fresh and count > 0:
-            self.row_share = 1 / count
-
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make empty tensors of the final shapes, for loaders that fill what exists."""
-        if self.sum is None and self.statistic.combine == "sum":
-            self.sum = torch.zeros(self.statistic.shape, dtype=dtype, device=device)
-            self.count = new_count(0.0, device)
-
-
-def _above_zero(total: Tensor, where: Tensor | None) -> Tensor:
-    """Keep from underflow, in place, what must not be mistaken for nothing."""
-    if where is None:
-        return total
-    return total.clamp_(min=torch.finfo(total.dtype).tiny).mul_(where)
-
-
-def _least_count(dtype: torch.dtype) -> float:
-    """Where decay stops: nothing beside new data, and far from the smallest number of the precision."""
-    return 2.0**-200 if dtype == torch.float64 else 2.0**-30
-
-
-def count_dtype(device: torch.device) -> torch.dtype:
-    """Counts go further than single precision can, where the device allows it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def new_count(value: float, device: torch.device) -> Tensor:
-    """A scalar that counts."""
-    return torch.full((), value, dtype=count_dtype(device), device=device)
-
+from kronfac.protocol.block import Block, Context, Tensors
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.normalizer import Normalizer
+from kronfac.statistics.running import count_dtype
 
 _generations = itertools.count()
 
@@ -159,6 +26,11 @@ class Summed:
     rows: Tensor
     share: float
     passes: dict[Pass, None]
+
+
+def context_of(forward_pass: Pass, solution: Tensors | None) -> Context:
+    """What a block may know while it observes rows of a pass."""
+    return Context(solution, forward_pass.outputs, forward_pass.output_gradient)
 
 
 class Pending:
@@ -229,7 +101,7 @@ class Pending:
         self.finite[forward_pass] = finite if before is None else before | finite
 
     def add_gradient(self, contributions: Mapping[str, Tensor]) -> None:
-        """Add what the gradient matrix of this step shows."""
+        """Add what the gradient matrix and the weights of this step show."""
         if not contributions:
             return
         # They may be the gradient itself, which is overwritten in this step.
@@ -280,7 +152,8 @@ class Pending:
         """Turn held input rows of all passes but the newest into contributions."""
         for forward_pass in list(self.held_inputs)[:-1]:
             rows = self._input_rows(forward_pass)
-            self.add_input(self.block.observe_input(rows, solution), rows.count)
+            context = context_of(forward_pass, solution)
+            self.add_input(self.block.observe_input(rows, context), rows.count)
             del self.held_inputs[forward_pass]
 
     def _input_rows(self, forward_pass: Pass) -> DenseRows:
@@ -293,13 +166,14 @@ class Pending:
     def settle(self, solution: Tensors | None) -> None:
         """Turn held rows into contributions."""
         inputs = {forward_pass: self._input_rows(forward_pass) for forward_pass in self.held_inputs}
-        for rows in inputs.values():
-            self.add_input(self.block.observe_input(rows, solution), rows.count)
+        for forward_pass, rows in inputs.items():
+            context = context_of(forward_pass, solution)
+            self.add_input(self.block.observe_input(rows, context), rows.count)
         for (forward_pass, _), (held, share) in self.held_outputs.items():
-            outputs = self._held(held)
-            found = self.block.observe_output(outputs, solution)
+            outputs, context = self._held(held), context_of(forward_pass, solution)
+            found = self.block.observe_output(outputs, context)
             if forward_pass in inputs:
-                found |= self.block.observe_pair(inputs[forward_pass], outputs, solution)
+                found |= self.block.observe_pair(inputs[forward_pass], outputs, context)
             self.add_output(found, forward_pass, share)
         self.held_inputs.clear()
         self.held_outputs.clear()
@@ -319,7 +193,7 @@ class Pending:
             return None
         if statistic.source == "input":
             return None if self.rows is None else (total, self.rows)
-        if statistic.source == "gradient":
+        if statistic.is_replicated:
             return None if self.gradients is None else (total, self.gradients)
         if normalizer is None or not self.finite:
             return None
@@ -369,6 +243,12 @@ class Pending:
             if statistic.source == "output":
                 self.sums.pop(name, None)
 
+    def clear_gradients(self, names: Collection[str]) -> None:
+        """Forget what the gradient and the weights have shown."""
+        self.gradients = None
+        for name in names:
+            self.sums.pop(name, None)
+
     def clear(self) -> None:
         """Forget both sides."""
         self.clear_outputs()
@@ -401,49 +281,3 @@ class Pending:
             value.masked_fill_(bad, 0)
         self.dropped = bad.to(torch.int64) if self.dropped is None else self.dropped + bad
         return finite
-
-
-class Normalizer:
-    """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
-
-    def __init__(
-        self, passes: Iterable[Pass], loss_average: str | float | None, unscaled: bool
-    ) -> None:
-        self.passes = list(passes)
-        self.loss_average = loss_average
-        self.unscaled = unscaled
-        self._total = sum((self._weight(forward_pass) for forward_pass in self.passes), start=0.0)
-
-    def _weight(self, forward_pass: Pass) -> float | Tensor:
-        if self.loss_average == "token":
-            if forward_pass.terms is None:
-                raise RuntimeError(
-                    "loss_average='token' could not count the loss terms: the model's own forward was "
-                    "not called, or no output of it received a gradient. Call the model as a whole, or "
-                    "give the number that the loss was divided by."
-                )
-            return forward_pass.terms
-        return float(forward_pass.samples)
-
-    @property
-    def samples(self) -> float | Tensor:
-        """``N``."""
-        if self.loss_average is None:
-            return 1.0
-        if isinstance(self.loss_average, str):
-            return self._total
-        return float(self.loss_average)
-
-    def scale(self, degree: int) -> float | Tensor:
-        """Factor that turns sums of loss gradients into sums of per-sample gradients."""
-        return 1.0 if self.unscaled else self.samples**degree
-
-    def count(self, finite: Mapping[Pass, Tensor]) -> Tensor:
-        """``N`` times the share of samples in passes that this layer saw and that were finite."""
-        device = next(iter(finite.values())).device
-        forward_pass = new_count(0.0, device)
-        for one, flag in finite.items():
-            forward_pass = forward_pass + flag.to(forward_pass.dtype) * self._weight(one)
-        if isinstance(self.loss_average, str):
-            return forward_pass
-        return forward_pass * (self.samples / max(self._total, 1.0))

@@ -56,7 +56,9 @@ class Batch:
         for name, value in state.solution.items():
             if name not in self._stacked:
                 self._stacked[name] = value.new_empty(len(self.states), *value.shape)
-            self._stacked[name][index].copy_(value)
+            place = self._stacked[name][index]
+            if value.data_ptr() != place.data_ptr():  # parts that were not solved again are there
+                place.copy_(value)
         state.solution = {name: self._stacked[name][index] for name in state.solution}
         self._known[index] = state.solution
 

@@ -7,45 +7,40 @@ that sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kronfac.adaptive.interval import AdaptiveInterval, compare
 from kronfac.capture.capture import Capture
 from kronfac.capture.sampling import Observer
 from kronfac.capture.unobserved import Unobserved
-from kronfac.distributed.coordinator import Coordinator, Solved
+from kronfac.distributed.coordinator import Coordinator, Now, Solved
 from kronfac.distributed.local import Local
 from kronfac.distributed.reduce import Moment
+from kronfac.distributed.workload import Intervals
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
-from kronfac.options.config import Options, Schedules
+from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
+from kronfac.protocol.context import Context, Given
 from kronfac.protocol.method import Method
-from kronfac.rescale.factors import (
-    Update,
-    kl_clip_factor,
-    kl_clip_sum,
-    orthogonal_steps,
-    own_factors,
-)
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, reads_sequences, rule_of
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.fold import fold
-from kronfac.state.layer_state import LayerState
+from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.pending import Normalizer
+from kronfac.statistics.normalizer import Normalizer
 from kronfac.step import saving
-from kronfac.step.batching import Batches
 from kronfac.step.clipping import clip_gradients
+from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
 from kronfac.step.transforms import Momentum
+from kronfac.step.updates import Updates
 from kronfac.step.validation import check_curvature, check_lever, check_plain_steps, check_stagger
 
 #: Refreshes of one layer that may fail in a row before training stops.
@@ -64,8 +59,8 @@ class Preconditioner:
         options: Options,
         schedules: Schedules,
     ) -> None:
-        check_lever(schedules.get("damping"), options.rescale)
-        check_stagger(options.stagger, schedules.get("refresh_every"))
+        check_lever(is_adaptive(schedules.get("damping")), options.rescale)
+        check_stagger(options.stagger, is_adaptive(schedules.get("refresh_every")))
         self.model = model
         self.method = method
         self.options = options
@@ -78,14 +73,15 @@ class Preconditioner:
         )
         self.phases = Phases()
         self.capture = Capture(options, self.phases)
-        self.observer = Observer(self.capture, options.fisher)
+        self.observer = Observer(self.capture, options.fisher, method.needs_observe)
         self.quadratic = QuadraticModel() if options.rescale == "quadratic" else None
         self.layers: dict[tuple[nn.Parameter, str], LayerState] = {}
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
+        self.random = RandomSeeds()
         self.detached = False
         self.coordinator: Coordinator = Local(self.phases)
-        self._batches = Batches(self.phases)
+        self._updates = Updates(options, schedules, self.transforms, self.phases)
         self._unobserved = Unobserved(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
@@ -105,7 +101,7 @@ class Preconditioner:
             if layer.key in self.layers or layer.weight not in trained:
                 continue
             state = LayerState(layer, self.method, self.transforms)
-            check_curvature(self.schedules.get("damping"), [state])
+            check_curvature(is_adaptive(self.schedules.get("damping")), [state])
             state.note = selection.notes.get(layer.name, "")
             state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
@@ -115,7 +111,7 @@ class Preconditioner:
         sequences = reads_sequences(self.model)
         for state in self.layers.values():
             state.rule = rule_of(state.layer, options.rescale, sequences)
-        self._batches.clear()
+        self._updates.clear()
         for module, states in watched.items():
             self.capture.attach_module(module, states)
         if self.options.stagger:
@@ -139,17 +135,18 @@ class Preconditioner:
         self._announce()
 
     def _share_out(self, groups: ParamGroups) -> None:
-        self.coordinator.attach(list(self.layers.values()), groups, self._interval)
+        self.coordinator.attach(list(self.layers.values()), groups, self._intervals)
 
-    def _interval(self) -> int:
-        return int(self.schedules.at("refresh_every", self.clock.step))
+    def _intervals(self) -> Intervals:
+        at, step = self.schedules.at, self.clock.step
+        return Intervals(int(at("refresh_every", step)), int(at("factor_every", step)))
 
     def detach(self) -> None:
         """Remove every hook and forget all layers, for good."""
         self.detached = True
         self.capture.detach()
         self.layers.clear()
-        self._batches.clear()
+        self._updates.clear()
 
     def watched(self) -> list[Layer]:
         """Every layer that is watched."""
@@ -170,17 +167,19 @@ class Preconditioner:
                     self._reduce(states)
                 finally:
                     self.capture.clear()  # an error that is caught must not count a batch twice
-        damping = float(self.schedules.at("damping", self.clock.step))
-        due = self._due(states)
+        else:
+            self._follow_gradients(states)
+        due = self._due(states, taken)
         if taken and not due:
             coordinator.reduce(states)
-        solved = coordinator.refresh(due, damping)
+        solved = coordinator.refresh(due, self._now(due))
         self._take_all(due, coordinator.share(solved))
-        self._judge(due)
+        self._judge(list(due))
+        self._solve_again(states)
         with self.phases("precondition"):
-            updates = self._precondition(groups)
+            updates = self._updates.precondition(states, groups, self.clock.step)
         with self.phases("rescale"):
-            self._rescale(updates)
+            self._updates.rescale(updates, coordinator, self.model, self.count)
         coordinator.spread([state for state in states if _is_preconditioned(state)])
 
     def consolidate(self) -> None:
@@ -226,10 +225,11 @@ class Preconditioner:
         """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
         self.coordinator.expect(self._coming, self._moment)
 
-    def _coming(self) -> list[LayerState]:
+    def _coming(self) -> Due:
         if not self.capture.due or self.detached:
-            return []
-        return [state for state in self.layers.values() if self._may_refresh(state)]
+            return {}
+        found = {state: self._due_parts(state, True) for state in self.layers.values()}
+        return {state: parts for state, parts in found.items() if parts}
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
@@ -270,6 +270,8 @@ class Preconditioner:
         """Fold what was observed since the last step into the running averages."""
         if self.coordinator.sees_all:
             self._unobserved.report(states)
+        if self.method.needs_observe:
+            self._unobserved.check_outputs(self.method.name, self.capture.passes)
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = self._normaliser()
         self.coordinator.settle_broadcast(states, normalizer)
@@ -281,39 +283,97 @@ class Preconditioner:
         self.count("factor_updates")
 
     def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
-        pending = state.pending
-        pending.settle(state.solution)
-        if state.has_gradient and self.coordinator.observes_gradient(state):
-            gradient = state.view.gradient()
-            pending.add_gradient(state.block.observe_gradient(gradient, state.solution))
+        state.pending.settle(state.solution)
+        self._observe_gradient(state, list(state.running))
         for name in state.running:
             fold(state, name, decay, normalizer)
+            if state.running[name].statistic.combine == "gather" and state.running[name].fresh:
+                state.running[name].gathered_at = self.clock.step
+
+    def _observe_gradient(self, state: LayerState, names: Collection[str]) -> None:
+        """Take in those statistics of a layer that its gradient and weights show."""
+        wanted = [name for name in names if state.running[name].statistic.is_replicated]
+        if not wanted or not state.has_gradient or not self.coordinator.observes_gradient(state):
+            return
+        block, context = state.block, Context(state.solution)
+        found: dict[str, Tensor] = {}
+        if any(block.statistics[name].source == "gradient" for name in wanted):
+            found |= block.observe_gradient(state.view.gradient(), context)
+        if any(block.statistics[name].source == "weight" for name in wanted):
+            found |= block.observe_weight(state.view.weight(), context)
+        state.pending.add_gradient({name: found[name] for name in wanted if name in found})
+
+    def _follow_gradients(self, states: Iterable[LayerState]) -> None:
+        """Fold the statistics of every step, at a step that takes no others."""
+        decay = float(self.schedules.at("decay", self.clock.step))
+        for state in states:
+            names = [name for name, one in state.block.statistics.items() if one.every == "step"]
+            if names:
+                self._observe_gradient(state, names)
+                for name in names:
+                    fold(state, name, decay, None)
+                state.pending.clear_gradients(names)
+
+    def _solve_again(self, states: Iterable[LayerState]) -> None:
+        """Solve the parts of every step, where their layers are worked on; nothing travels."""
+        at = self._now({})
+        for state in states:
+            parts = state.block.due_parts("step")
+            if not parts or not state.is_worker or state.solution is None:
+                continue
+            if state.solved_at is None or not state.layer.weight.requires_grad:
+                continue
+            with self.phases("refresh", state.name):
+                names = {name for part in parts for name in state.block.parts[part].statistics}
+                means = {name: state.running[name].mean_on_device() for name in sorted(names)}
+                known = {name: mean for name, mean in means.items() if mean is not None}
+                given = Given(known, at.damping, previous=state.solution, step=at.step)
+                solved = state.block.refresh(given, parts)
+                if solved is not None:
+                    state.use(solved)
 
     def adaptive_interval(self) -> AdaptiveInterval | None:
         """The refresh interval, if it adapts itself."""
-        interval = self.schedules.get("refresh_every")
-        return interval if isinstance(interval, AdaptiveInterval) else None
+        interval: AdaptiveInterval | None = self.schedules.adaptive("refresh_every")
+        return interval
 
     def _may_refresh(self, state: LayerState) -> bool:
         return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
 
-    def _due(self, states: Iterable[LayerState]) -> list[LayerState]:
-        """The layers that are solved again at this step."""
-        due = [
-            state
-            for state in states
+    def _due_parts(self, state: LayerState, taken: bool) -> tuple[str, ...]:
+        """The parts of a layer that are solved again at a step that takes statistics, or none."""
+        if not state.layer.weight.requires_grad:
+            return ()
+        refreshes, block = self._may_refresh(state), state.block
+        if state.solved_at is None:
+            return block.due_parts("refresh", "factor") if refreshes else ()
+        parts = block.due_parts("refresh") if refreshes else ()
+        return (*parts, *block.due_parts("factor")) if taken else parts
+
+    def _due(self, states: Iterable[LayerState], taken: bool) -> Due:
+        """The layers that are solved again at this step, and the parts of each."""
+        due = {}
+        for state in states:
             # A layer that could not be solved yet waits for something new.
-            if self._may_refresh(state)
-            and (state.last_refresh is not None or state.has_new_statistics)
-        ]
-        for state in due:
-            state.has_new_statistics = False
+            if state.last_refresh is None and not state.has_new_statistics:
+                continue
+            parts = self._due_parts(state, taken)
+            if parts:
+                due[state] = parts
+                state.has_new_statistics = False
         return due
 
-    def _take_all(self, due: Sequence[LayerState], solved: Iterable[Solved]) -> None:
+    def _now(self, due: Due) -> Now:
+        """What all layers that are solved at this step have in common."""
+        step = self.clock.step
+        draws = any(state.block.draws for state in due)
+        seed = self.random.draw() if draws else 0
+        return Now(step, float(self.schedules.at("damping", step)), seed)
+
+    def _take_all(self, due: Due, solved: Iterable[Solved]) -> None:
         found = set()
         for state, solution in solved:
-            self._take(state, solution)
+            self._take(state, due[state], solution)
             found.add(state)
         if not self.coordinator.sees_all:
             self._unobserved.report_unseen(state for state in due if state not in found)
@@ -328,11 +388,14 @@ class Preconditioner:
         if verdict != "kept":
             self.count(f"refresh_{verdict}")
 
-    def _take(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
-        """Use a new solution from now on; without one, the last good one stays."""
+    def _take(
+        self, state: LayerState, parts: Sequence[str], solution: dict[str, Tensor] | None
+    ) -> None:
+        """Use what was solved from now on; without it, the last good solution stays."""
         step = self.clock.step
-        for running in state.running.values():
-            running.fresh = False
+        for part in parts:
+            for name in state.block.parts[part].statistics:
+                state.running[name].fresh = False
         if solution is None:
             state.failures += 1
             state.failures_in_a_row += 1
@@ -342,74 +405,19 @@ class Preconditioner:
                     "in a row; raise damping, or name the layer in exclude."
                 )
         else:
-            state.solution = solution if state.is_worker else None
+            state.use(solution)
             state.solved_at, state.failures_in_a_row = step, 0
             self.count("refreshes")
+        if (
+            not set(parts) & set(state.block.due_parts("refresh"))
+            and state.last_refresh is not None
+        ):
+            return
         if state.last_refresh is None and self.options.stagger and state.offset:
             interval = int(self.schedules.at("refresh_every", step))
             state.last_refresh = step + state.offset - interval
         elif self.clock.refresh_on_grid(state.last_refresh):
             state.last_refresh = step
-
-    def _precondition(self, groups: ParamGroups) -> list[tuple[LayerState, Update]]:
-        """Take momentum, then apply each layer's solution; without one the gradient stays raw."""
-        damping = float(self.schedules.at("damping", self.clock.step))
-        rates: dict[nn.Parameter, float | Tensor] = {}
-        if self.options.rescale == "kl-clip":
-            rates = {p: group["lr"] for group in groups for p in group["params"]}
-        gradients = {}
-        for state in self.layers.values():
-            if not state.has_gradient:
-                continue
-            if state.layer.stale():
-                state.reset()
-            if not state.is_worker:
-                continue
-            with self.phases.part("precondition", state.name):
-                before = self._transformed(state, state.view.gradient())
-            if state.solved_at is not None and state.solution is not None:
-                gradients[state] = before
-        updates = []
-        found = self._batches.precondition(gradients, self.layers.values(), damping)
-        for state, after in found.items():
-            assert state.solution is not None
-            own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
-            raw = state.block.raw_columns(state.solution)
-            moving = None
-            if state.rule == "columns" and self.transforms:
-                moving = (state.view.gradient() != 0).any(-2, keepdim=True)
-            updates.append((state, Update(gradients[state], after, own, raw, moving)))
-        return updates
-
-    def _transformed(self, state: LayerState, gradient: Tensor) -> Tensor:
-        """What the rules before preconditioning make of a gradient."""
-        for transform in self.transforms:
-            gradient = transform(gradient, state.buffers, state.solution, self.clock.step)
-        return gradient
-
-    def _rescale(self, updates: list[tuple[LayerState, Update]]) -> None:
-        """Set the length of the steps and write them into the gradients, in place."""
-        rules = [state.rule for state, _ in updates]
-        steps = orthogonal_steps(rules, [update for _, update in updates])
-        if self.options.rescale == "kl-clip":
-            factors: list[float | Tensor] = [self._kl_clip(steps)] * len(steps)
-        else:
-            factors = own_factors(rules, steps)
-        for (state, _), step, length in zip(updates, steps, factors, strict=True):
-            if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
-                for target, value in state.view.places(step.after):
-                    torch.mul(value, length, out=target)
-            else:
-                state.view.write(step.times(length))
-
-    def _kl_clip(self, steps: Sequence[Update]) -> Tensor:
-        """The factor of all layers on all ranks."""
-        total = kl_clip_sum(steps)
-        total = self.coordinator.add_up_layers(total, self.model)
-        factor = kl_clip_factor(total, self.options.kl_clip)
-        self.count("kl_clip_steps")
-        self.count("kl_clip_active", (factor < 1).to(torch.int64))
-        return factor
 
     def count(self, name: str, amount: int | Tensor = 1) -> None:
         """Add to a counter that :meth:`stats` shows."""

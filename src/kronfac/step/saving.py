@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.adaptive.damping import AdaptiveDamping
 from kronfac.state import state_dict as checkpoint
 
 if TYPE_CHECKING:
@@ -60,13 +59,13 @@ def entries(preconditioner: Preconditioner, names: Names) -> Entries:
     shared: dict[str, Any] = {"step": step, "partial": partial}
     last = -1 if preconditioner.clock.last_factor is None else preconditioner.clock.last_factor
     shared["last_factor"] = torch.tensor(last, dtype=torch.int64, device="cpu")
-    random, damping = (
-        preconditioner.observer.random_state(),
-        preconditioner.schedules.get("damping"),
-    )
+    random = preconditioner.observer.random_state()
+    damping = preconditioner.schedules.adaptive("damping")
     if random is not None:
         shared["random"] = random
-    if isinstance(damping, AdaptiveDamping):
+    if (seeds := preconditioner.random.entry()) is not None:
+        shared["seeds"] = seeds
+    if damping is not None:
         shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
     if (interval := preconditioner.adaptive_interval()) is not None:
         shared["interval"] = interval.entry()
@@ -86,13 +85,16 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
     for (parameter, _), state in preconditioner.layers.items():
         checkpoint.load_layer(state, entries.get(names[parameter], {}))
-    damping = preconditioner.schedules.get("damping")
-    if isinstance(damping, AdaptiveDamping):
+    damping = preconditioner.schedules.adaptive("damping")
+    if damping is not None:
         damping.resume(entries.values())
     if (interval := preconditioner.adaptive_interval()) is not None:
         interval.resume(entries.values())
     if preconditioner.quadratic is not None:
         preconditioner.quadratic.resume({p: entries.get(name, {}) for p, name in names.items()})
+    preconditioner.random.resume(
+        next((entry["seeds"] for entry in entries.values() if "seeds" in entry), None)
+    )
     for entry in entries.values():
         if "step" in entry:
             preconditioner.clock.step = int(entry["step"])

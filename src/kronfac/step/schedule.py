@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kronfac.adaptive.interval import AdaptiveInterval
 from kronfac.options.config import Schedules
 
 #: From this interval on, the first one also refreshes at t = 1, 2, 4, 8, ...
@@ -24,8 +23,8 @@ class Clock:
         """Whether statistics are taken at the current step."""
         if self.early() or self._on_grid("factor_every", self.last_factor):
             return True
-        interval = self.schedules.get("refresh_every")
-        return isinstance(interval, AdaptiveInterval) and interval.due(self.step)
+        interval = self.schedules.adaptive("refresh_every")
+        return interval is not None and interval.due(self.step)
 
     def mark_factor(self) -> None:
         """Record that statistics were taken; early ones between do not move the grid."""
@@ -41,8 +40,8 @@ class Clock:
 
         An interval that adapts is one for all layers, whenever each of them began.
         """
-        interval = self.schedules.get("refresh_every")
-        if isinstance(interval, AdaptiveInterval):
+        interval = self.schedules.adaptive("refresh_every")
+        if interval is not None:
             return last is None or interval.due(self.step)
         return self._on_grid("refresh_every", last)
 
@@ -61,7 +60,7 @@ class Clock:
 
 
 def spread_offsets(costs: Sequence[int], interval: int) -> list[int]:
-    """Offsets in [0, interval) that spread refreshes evenly by cost, dearest first.
+    """Offsets in [0, interval) that spread refreshes evenly by cost, the most expensive first.
 
     A layer's offset is where its share of the total cost begins on the interval.
     """

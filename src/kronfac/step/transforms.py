@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kronfac.layers import Layer
 from kronfac.options.config import Schedules
-from kronfac.protocol.block import Tensors
-from kronfac.protocol.transform import Transform
+from kronfac.protocol.transform import LayerStep, Transform
 
 
 class Momentum(Transform):
@@ -24,11 +23,9 @@ class Momentum(Transform):
         """See :meth:`Transform.buffer_shapes`."""
         return {"momentum": layer.matrix_shape}
 
-    def __call__(
-        self, gradient: Tensor, buffers: dict[str, Tensor], solution: Tensors | None, step: int
-    ) -> Tensor:
+    def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
-        mu = float(self.schedules.at("momentum", step))
+        mu, buffers = float(self.schedules.at("momentum", at.step)), at.buffers
         if "momentum" in buffers:
             buffers["momentum"].mul_(mu).add_(gradient)
         else:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kronfac.adaptive.damping import AdaptiveDamping, LevenbergMarquardt
-from kronfac.adaptive.interval import AdaptiveInterval
 from kronfac.layers import Layer
 from kronfac.state.layer_state import LayerState
 
@@ -64,13 +62,13 @@ def check_process_group(group: object) -> None:
         )
 
 
-def check_ranks(scheme: object, rescale: str | None, damping: object) -> None:
+def check_ranks(scheme: object, rescale: str | None, adapts_damping: bool) -> None:
     """Raise if several ranks cannot do together what one process does."""
     if scheme != "layer-parallel":
         return
     for name, used in (
         ("rescale='quadratic'", rescale == "quadratic"),
-        ("damping=LevenbergMarquardt(...)", isinstance(damping, AdaptiveDamping)),
+        ("damping=LevenbergMarquardt(...)", adapts_damping),
     ):
         if used:
             raise ValueError(
@@ -85,9 +83,9 @@ def check_rank(to: object, size: int) -> None:
         raise ValueError(f"to={to!r} must be the number of a rank, from 0 to {size - 1}.")
 
 
-def check_join(rescale: str | None, damping: object) -> None:
+def check_join(rescale: str | None, adapts_damping: bool) -> None:
     """Raise if a rank that has run out of batches could not take part in what the others do."""
-    if rescale == "quadratic" or isinstance(damping, AdaptiveDamping):
+    if rescale == "quadratic" or adapts_damping:
         raise RuntimeError(
             "damping=LevenbergMarquardt(...) and rescale='quadratic' run the closure again, which a "
             "rank without batches cannot: give all ranks the same number of batches instead of Join."
@@ -112,19 +110,18 @@ def check_base(base: object) -> None:
         )
 
 
-def check_lever(damping: object, rescale: str | None) -> None:
+def check_lever(adapts_damping: bool, rescale: str | None) -> None:
     """Raise if the damping adapts itself but a rule fixes the length that it should change."""
-    adaptive = isinstance(damping, AdaptiveDamping | LevenbergMarquardt)
-    if adaptive and rescale in ("auto", "graft", "unit", "orthogonal"):
+    if adapts_damping and rescale in ("auto", "graft", "unit", "orthogonal"):
         raise ValueError(
             f"rescale={rescale!r} fixes the length of a step, so that damping=LevenbergMarquardt(...) "
             "could not change it; build the optimizer with rescale=None, 'kl-clip' or 'quadratic'."
         )
 
 
-def check_curvature(damping: object, states: Iterable[LayerState]) -> None:
+def check_curvature(adapts_damping: bool, states: Iterable[LayerState]) -> None:
     """Raise if the damping adapts itself but a layer keeps no curvature without damping."""
-    if not isinstance(damping, AdaptiveDamping | LevenbergMarquardt):
+    if not adapts_damping:
         return
     for state in states:
         if not state.block.undamped:
@@ -134,9 +131,9 @@ def check_curvature(damping: object, states: Iterable[LayerState]) -> None:
             )
 
 
-def check_stagger(stagger: bool, refresh_every: object) -> None:
+def check_stagger(stagger: bool, adapts_interval: bool) -> None:
     """Raise if layers are to be refreshed one after another, but together as well."""
-    if stagger and isinstance(refresh_every, AdaptiveInterval):
+    if stagger and adapts_interval:
         raise ValueError(
             "stagger=True spreads refreshes over an interval, but refresh_every=StaleInterval(...) "
             "compares all layers at the same steps; choose one of the two."

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from kronfac.distributed.calibrate import measure
-from kronfac.distributed.workload import unit_of
+from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.optimizer.base import Preconditioned
 from kronfac.placement.costs import Link
 from kronfac.planner.choose import choose
@@ -47,12 +47,13 @@ def plan(
     job = recipe.job(name)
     form = data.form(job.data.name, data_dir, **job.data.options)
     optimizer = _kfac(job, form)
+    every = int(optimizer.value_now("refresh_every"))
+    intervals = Intervals(every, int(optimizer.value_now("factor_every")))
     units = [
-        unit_of(full, state, True, full)
+        unit_of(full, state, True, full, intervals)
         for state in optimizer.layers
         for full in [f"{state.name}{state.layer.part}"]
     ]
-    every = int(optimizer.value_now("refresh_every"))
     link = Link(latency * 1e-6, 8 / (gbit * 1e9))
     _, predictions = choose(units, ranks, link, measure(), every)
     lines = [f"{'scheme':<16}{'ms/step':>9}{'MB/refresh':>12}{'MB/step':>9}{'MB/rank':>9}"]

@@ -27,7 +27,17 @@ from kronfac.linalg.solve import (
     eigen,
     newton_schulz_inverse,
 )
-from kronfac.protocol.block import Block, Cost, Part, Statistic, Tensors, bytes_of
+from kronfac.protocol.block import (
+    NOTHING,
+    Block,
+    Context,
+    Cost,
+    Given,
+    Part,
+    Statistic,
+    Tensors,
+    bytes_of,
+)
 
 Form = Literal["dense", "diagonal", "identity"]
 Solver = Literal["eigen", "cholesky", "newton-schulz"]
@@ -100,11 +110,11 @@ class KFACBlock(Block):
 
     # --- observing ------------------------------------------------------------------------------
 
-    def observe_input(self, inputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
+    def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
         return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
 
-    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`."""
         if self.forms["G"] == "identity":
             return {}
@@ -140,26 +150,17 @@ class KFACBlock(Block):
         dense = self.forms[name] == "dense"
         return (value.diagonal(dim1=-2, dim2=-1) if dense else value).mean(-1)
 
-    def solve(
-        self,
-        part: str,
-        means: Tensors,
-        outlines: Tensors,
-        previous: Tensors | None,
-        damping: float,
-    ) -> dict[str, Tensor] | None:
+    def solve(self, part: str, given: Given) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve`."""
         if self.solver == "eigen":
-            return self._decompose(part, means[part])
-        return self._invert(part, means[part], outlines, damping)
+            return self._decompose(part, given.means[part])
+        return self._invert(part, given)
 
-    def solve_share(
-        self, part: str, means: Tensors, outlines: Tensors, damping: float, index: int, of: int
-    ) -> dict[str, Tensor] | None:
+    def solve_share(self, part: str, given: Given, index: int, of: int) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve_share`."""
         if self.parts[part].shared_flops is None:
-            return super().solve_share(part, means, outlines, damping, index, of)
-        return self._invert(part, means[part], outlines, damping, (index, of))
+            return super().solve_share(part, given, index, of)
+        return self._invert(part, given, (index, of))
 
     def _decompose(self, side: str, mean: Tensor) -> dict[str, Tensor] | None:
         if self.forms[side] == "diagonal":
@@ -170,15 +171,10 @@ class KFACBlock(Block):
         return {f"{side}.vectors": solved[0], f"{side}.values": solved[1]}
 
     def _invert(
-        self,
-        side: str,
-        mean: Tensor,
-        outlines: Tensors,
-        damping: float,
-        share: tuple[int, int] | None = None,
+        self, side: str, given: Given, share: tuple[int, int] | None = None
     ) -> dict[str, Tensor] | None:
-        shifts = self._split_damping(outlines, damping)
-        inverse = self._damped_inverse(side, mean, shifts[side], share)
+        shifts = self._split_damping(given.outlines, given.damping)
+        inverse = self._damped_inverse(side, given.means[side], shifts[side], share)
         if inverse is None:
             return None
         if self.forms["G"] == "identity":

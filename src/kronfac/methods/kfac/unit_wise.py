@@ -14,7 +14,16 @@ from torch import Tensor
 
 from kronfac.layers.rows import Rows
 from kronfac.linalg.solve import eigen_2x2
-from kronfac.protocol.block import Block, Cost, Statistic, Tensors, bytes_of
+from kronfac.protocol.block import (
+    NOTHING,
+    Block,
+    Context,
+    Cost,
+    Given,
+    Statistic,
+    Tensors,
+    bytes_of,
+)
 
 
 class UnitWiseBlock(Block):
@@ -42,20 +51,13 @@ class UnitWiseBlock(Block):
         if size == 2:
             self.solution_shapes["F.vectors"] = matrix
 
-    def observe_output(self, outputs: Rows, solution: Tensors | None = None) -> dict[str, Tensor]:
+    def observe_output(self, outputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`; rows are ``[C, N, 1, k]``."""
         return {"F": outputs.covariance()}
 
-    def solve(
-        self,
-        part: str,
-        means: Tensors,
-        outlines: Tensors,
-        previous: Tensors | None,
-        damping: float,
-    ) -> dict[str, Tensor] | None:
+    def solve(self, part: str, given: Given) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve`."""
-        mean = means["F"]
+        mean = given.means["F"]
         if mean.shape[-1] == 1:
             return {"F.values": mean[..., 0].clone()}
         vectors, values = eigen_2x2(mean)

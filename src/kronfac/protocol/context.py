@@ -1,0 +1,62 @@
+"""What a block is told beside its own tensors: while it observes, and when it solves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kronfac.protocol.statistic import Tensors
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known while rows or gradients are observed.
+
+    Args:
+        solution: the solution in use, ``None`` before the first; all of it where the layer is worked
+            on, elsewhere the tensors that statistics are expressed in.
+        outputs: the model's outputs in this forward pass, ``[N, ...]``, for methods that need them
+            (:attr:`Method.needs_observe`).
+        output_gradient: the loss's gradient at them. Like the rows of outputs it is that of the loss as
+            it was, a mean over the batch perhaps: the statistic's ``degree`` says how to scale it.
+    """
+
+    solution: Tensors | None = None
+    outputs: Tensor | None = None
+    output_gradient: Tensor | None = None
+
+
+#: Nothing is known.
+NOTHING = Context()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one part is solved from.
+
+    Args:
+        means: means of its own statistics; gathered rows as they are.
+        damping: the damping γ.
+        outlines: outlines of the means of all statistics (:meth:`Block.outline`).
+        previous: the solution in use, if there is one: where to start from, or what to update.
+        solved: what parts before this one have found now.
+        shards: by gathered statistic, how many rows each rank contributed.
+        step: number of completed steps.
+    """
+
+    means: Tensors
+    damping: float
+    outlines: Tensors = field(default_factory=dict)
+    previous: Tensors | None = None
+    solved: Tensors = field(default_factory=dict)
+    shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    step: int = 0
+
+    def latest(self, name: str) -> Tensor:
+        """The newest value of a tensor of the solution."""
+        if name in self.solved:
+            return self.solved[name]
+        assert self.previous is not None, f"{name!r} was never solved"
+        return self.previous[name]

@@ -1,0 +1,54 @@
+"""One outermost forward, and what is known of its samples and loss terms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kronfac.statistics.running import count_dtype
+
+
+class Pass:
+    """One outermost forward: its number of samples, and of loss terms once that is known."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.terms: Tensor | None = None
+        #: Dimensions and width of scores whose gradient is seen at the product that made them only.
+        self.hidden_scores: tuple[int, int] | None = None
+        #: The model's outputs and the loss's gradient at them, if the method asks for them.
+        self.outputs: Tensor | None = None
+        self.output_gradient: Tensor | None = None
+
+    def count_terms(self, grad: Tensor) -> None:
+        """Loss terms are the output positions that receive a gradient: masked ones receive none."""
+        self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
+        self.hidden_scores = None
+
+    def see_scores(self, dims: int, width: int, grad: Tensor | None) -> None:
+        """The gradient of the scores; ``None`` if it stays in a graph, since the loss is there too."""
+        if grad is None:
+            self.hidden_scores = (dims, width)
+        else:
+            self.count_terms(grad)
+
+    def count_hidden_terms(self, grad: Tensor) -> None:
+        """The same for a product's output, if that is what the scores are: the last one comes first."""
+        if self.hidden_scores == (grad.dim(), grad.shape[-1]):
+            self.count_terms(grad)
+
+    def see_outputs(self, outputs: Tensor) -> None:
+        """Keep what the model returned."""
+        self.outputs = outputs.detach().to(torch.promote_types(outputs.dtype, torch.float32))
+
+    def see_output_gradient(self, grad: Tensor) -> None:
+        """Add the gradient of one backward pass at the outputs."""
+        assert self.outputs is not None
+        found = grad.detach().to(self.outputs.dtype)
+        before = self.output_gradient
+        self.output_gradient = found if before is None else before + found
+
+    def divide_gradient(self, scale: Tensor) -> None:
+        """Take a factor out of the gradient at the outputs."""
+        if self.output_gradient is not None:
+            self.output_gradient = self.output_gradient / scale.to(self.output_gradient.device)

@@ -1,0 +1,56 @@
+"""What the loss was divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.running import new_count
+
+
+class Normalizer:
+    """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
+
+    def __init__(
+        self, passes: Iterable[Pass], loss_average: str | float | None, unscaled: bool
+    ) -> None:
+        self.passes = list(passes)
+        self.loss_average = loss_average
+        self.unscaled = unscaled
+        self._total = sum((self._weight(forward_pass) for forward_pass in self.passes), start=0.0)
+
+    def _weight(self, forward_pass: Pass) -> float | Tensor:
+        if self.loss_average == "token":
+            if forward_pass.terms is None:
+                raise RuntimeError(
+                    "loss_average='token' could not count the loss terms: the model's own forward was "
+                    "not called, or no output of it received a gradient. Call the model as a whole, or "
+                    "give the number that the loss was divided by."
+                )
+            return forward_pass.terms
+        return float(forward_pass.samples)
+
+    @property
+    def samples(self) -> float | Tensor:
+        """``N``."""
+        if self.loss_average is None:
+            return 1.0
+        if isinstance(self.loss_average, str):
+            return self._total
+        return float(self.loss_average)
+
+    def scale(self, degree: int) -> float | Tensor:
+        """Factor that turns sums of loss gradients into sums of per-sample gradients."""
+        return 1.0 if self.unscaled else self.samples**degree
+
+    def count(self, finite: Mapping[Pass, Tensor]) -> Tensor:
+        """``N`` times the share of samples in passes that this layer saw and that were finite."""
+        device = next(iter(finite.values())).device
+        forward_pass = new_count(0.0, device)
+        for one, flag in finite.items():
+            forward_pass = forward_pass + flag.to(forward_pass.dtype) * self._weight(one)
+        if isinstance(self.loss_average, str):
+            return forward_pass
+        return forward_pass * (self.samples / max(self._total, 1.0))

@@ -1,0 +1,121 @@
+"""From gradients to updates: rules before preconditioning, solutions, and the length of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.distributed.coordinator import Coordinator
+from kronfac.options.config import Options, Schedules
+from kronfac.protocol.transform import LayerStep, Transform
+from kronfac.rescale.factors import (
+    Update,
+    kl_clip_factor,
+    kl_clip_sum,
+    orthogonal_steps,
+    own_factors,
+)
+from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
+from kronfac.step.batching import Batches
+
+ParamGroups = list[dict[str, Any]]
+#: A layer, and what its gradient was and has become.
+LayerUpdate = tuple[LayerState, Update]
+
+
+class Updates:
+    """Rewrites the gradients of one model."""
+
+    def __init__(
+        self,
+        options: Options,
+        schedules: Schedules,
+        transforms: Sequence[Transform],
+        phases: Phases,
+    ) -> None:
+        self.options = options
+        self.schedules = schedules
+        self.transforms = transforms
+        self.phases = phases
+        self._batches = Batches(phases)
+
+    def clear(self) -> None:
+        """Forget which layers go together, after some have come or gone."""
+        self._batches.clear()
+
+    def precondition(
+        self, states: Sequence[LayerState], groups: ParamGroups, step: int
+    ) -> list[LayerUpdate]:
+        """Apply the rules, then each layer's solution; without one the gradient stays raw."""
+        damping = float(self.schedules.at("damping", step))
+        rates: dict[nn.Parameter, float | Tensor] = {}
+        if self.transforms or self.options.rescale == "kl-clip":
+            rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
+        gradients = {}
+        for state in states:
+            if not state.has_gradient:
+                continue
+            state.renew_if_stale()
+            if not state.is_worker:
+                continue
+            with self.phases.part("precondition", state.name):
+                rate = rates.get(state.layer.weight, 0.0)
+                at = LayerStep(step, state.buffers, state.block, state.solution, damping, rate)
+                before = self._transformed(state.view.gradient(), at)
+            if state.solved_at is not None and state.solution is not None:
+                gradients[state] = before
+        found = self._batches.precondition(gradients, states, damping)
+        return [
+            (state, self._update(state, gradients[state], after, rates))
+            for state, after in found.items()
+        ]
+
+    def _transformed(self, gradient: Tensor, at: LayerStep) -> Tensor:
+        """What the rules before preconditioning make of a gradient."""
+        for transform in self.transforms:
+            gradient = transform(gradient, at)
+        return gradient
+
+    def _update(
+        self,
+        state: LayerState,
+        before: Tensor,
+        after: Tensor,
+        rates: dict[nn.Parameter, float | Tensor],
+    ) -> Update:
+        assert state.solution is not None
+        own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
+        raw = state.block.raw_columns(state.solution)
+        moving = None
+        if state.rule == "columns" and self.transforms:
+            moving = (state.view.gradient() != 0).any(-2, keepdim=True)
+        return Update(before, after, own, raw, moving)
+
+    def rescale(
+        self,
+        updates: Sequence[LayerUpdate],
+        coordinator: Coordinator,
+        model: nn.Module,
+        count: Callable[..., None],
+    ) -> None:
+        """Set the length of the steps and write them into the gradients, in place."""
+        rules = [state.rule for state, _ in updates]
+        steps = orthogonal_steps(rules, [update for _, update in updates])
+        if self.options.rescale == "kl-clip":
+            total = coordinator.add_up_layers(kl_clip_sum(steps), model)
+            factor = kl_clip_factor(total, self.options.kl_clip)
+            count("kl_clip_steps")
+            count("kl_clip_active", (factor < 1).to(torch.int64))
+            factors: Iterable[float | Tensor] = [factor] * len(steps)
+        else:
+            factors = own_factors(rules, steps)
+        for (state, _), step, length in zip(updates, steps, factors, strict=True):
+            if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
+                for target, value in state.view.places(step.after):
+                    torch.mul(value, length, out=target)
+            else:
+                state.view.write(step.times(length))

@@ -1,0 +1,451 @@
+"""What a block may ask of the engine, each wish against a few lines that do the same by hand."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import kronfac
+from kronfac.protocol.block import Given, Statistic
+from tests import oracles
+from tests.distributed.equivalence import double_precision
+from tests.distributed.ranks import run
+from tests.methods import toys
+from tests.methods.test_protocol import GAMMA, assert_equal, dense_solve, normal, sample_losses
+
+N, STEPS = 6, 5
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    with double_precision():
+        yield
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(4, 3, bias=False)
+
+
+def take(optimizer: Any, x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:
+    """One step of a lone layer: its gradient, before and after."""
+    model = optimizer.model
+    optimizer.zero_grad()
+    for one in x.chunk(parts):
+        outputs = model(one)
+        if optimizer.needs_observe:
+            optimizer.observe(outputs)
+        (sample_losses(outputs).mean() / parts).backward()
+    before = model.weight.grad.clone()
+    optimizer.step()
+    return before, model.weight.grad.clone()
+
+
+def state_of(optimizer: Any) -> Any:
+    (state,) = optimizer.layers
+    return state
+
+
+# --- when parts are solved ---------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:refresh_every=1 is less")
+@pytest.mark.parametrize("refresh_every", [1, 2, 7])
+def test_each_update_comes_to_its_part_once(refresh_every: int) -> None:
+    model = layer()
+    optimizer = toys.ShermanMorrison(model, SGD(model.parameters(), lr=0.0))
+    optimizer.factor_every, optimizer.refresh_every = 2, refresh_every
+    expected = torch.eye(4)
+    for number in range(STEPS):
+        x = normal(N, 4)
+        before, after = take(optimizer, x)
+        if number % 2 == 0:
+            a = x.mean(0)
+            expected = torch.linalg.inv((torch.linalg.inv(expected) + torch.outer(a, a)) / 2)
+        assert_equal(after, before @ expected)
+
+
+def test_a_layer_that_is_not_used_is_not_updated() -> None:
+    model = nn.ModuleList([layer(), layer()])
+    optimizer = toys.ShermanMorrison(model, SGD(model.parameters(), lr=0.0), on_missing="ignore")
+    states = optimizer.layers
+    x = normal(N, 4)
+    sample_losses(model[0](x) + model[1](x)).mean().backward()
+    optimizer.step()
+    first = [state.solution["J"].clone() for state in states]
+    optimizer.zero_grad()
+    sample_losses(model[0](x)).mean().backward()
+    optimizer.step()
+    assert not torch.equal(states[0].solution["J"], first[0])
+    assert torch.equal(states[1].solution["J"], first[1])
+
+
+def test_parts_of_every_step_follow_the_gradient_between_refreshes() -> None:
+    model = layer()
+    optimizer = toys.GradientMoments(model, SGD(model.parameters(), lr=0.0))
+    optimizer.factor_every = optimizer.refresh_every = 3
+    total, count, basis = torch.zeros(3, 4), 0.0, None
+    for number in range(STEPS):
+        before, after = take(optimizer, normal(N, 4))
+        solution = state_of(optimizer).solution
+        left, right = solution["G.vectors"], solution["A.vectors"]
+        if basis is not None:
+            total, count = 0.9 * total, 0.9 * count
+            total += (basis[0].mT @ before @ basis[1]).square()
+            count += 1
+            turned = [
+                (new.mT @ old).square() for new, old in zip((left, right), basis, strict=True)
+            ]
+            total = turned[0] @ total @ turned[1].mT
+            moments = total / count
+        else:
+            moments = torch.outer(solution["G.values"], solution["A.values"])
+        basis = (left, right)
+        expected = left @ ((left.mT @ before @ right) / (moments + GAMMA)) @ right.mT
+        assert_equal(after, expected)
+        assert optimizer.stats()["refreshes"] == 1 + number // 3
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_moments_of_samples_are_the_diagonal_in_the_basis(parts: int) -> None:
+    model = layer()
+    optimizer = toys.SampleMoments(model, SGD(model.parameters(), lr=0.0), decay=0.0)
+    optimizer.refresh_every = 9
+    take(optimizer, normal(N, 4))
+    x = normal(N, 4)
+    fisher = oracles.empirical_fisher_block(model, sample_losses(model(x)))
+    before, after = take(optimizer, x, parts)
+    solution = state_of(optimizer).solution
+    basis = torch.kron(solution["G.vectors"], solution["A.vectors"])
+    turned = basis.mT @ fisher @ basis
+    assert_equal(solution["S"].flatten(), turned.diagonal())
+    expected = basis @ ((basis.mT @ before.flatten()) / (turned.diagonal() + GAMMA))
+    assert_equal(after.flatten(), expected)
+
+
+# --- what is observed --------------------------------------------------------------------------
+
+
+def test_weights_are_seen_at_every_step() -> None:
+    model = layer()
+    optimizer = toys.Weights(model, SGD(model.parameters(), lr=0.1), factor_every=1)
+    seen = []
+    for _ in range(STEPS):
+        seen.append(model.weight.detach().clone())
+        before, after = take(optimizer, normal(N, 4))
+        assert_equal(after, before * (torch.stack(seen).mean(0).square() + GAMMA))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gradient_at_the_outputs_reaches_every_sample(parts: int) -> None:
+    model = layer()
+    optimizer = toys.Outputs(model, SGD(model.parameters(), lr=0.0))
+    assert optimizer.needs_observe
+    x = normal(N, 4)
+    z = model(x)
+    rows = [
+        torch.autograd.grad(one, model.weight, retain_graph=True)[0] for one in sample_losses(z)
+    ]
+    U = torch.stack(rows).flatten(1)
+    s = (2 * (z.detach() - 1)).square().sum(1)
+    kernel = U @ U.T / N + GAMMA * torch.eye(N)
+    _, after = take(optimizer, x, parts)
+    assert_equal(after.flatten(), U.T @ torch.linalg.solve(kernel, s) / N)
+
+
+def test_a_scaler_that_is_found_late_is_taken_out_of_the_gradient_at_the_outputs() -> None:
+    found = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = layer()
+        optimizer = toys.Outputs(model, SGD(model.parameters(), lr=0.1))
+        outputs = model(normal(N, 4))
+        optimizer.observe(outputs)
+        loss = sample_losses(outputs).mean()
+        if scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        else:
+            loss.backward()
+            optimizer.step()
+        found.append(model.weight.detach().clone())
+    assert_equal(*found)
+
+
+def test_outputs_that_were_not_shown_are_asked_for() -> None:
+    model = layer()
+    optimizer = toys.Outputs(model, SGD(model.parameters(), lr=0.0))
+    sample_losses(model(normal(N, 4))).mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"Outputs needs the model's outputs .* optimizer\.observe"
+    ):
+        optimizer.step()
+
+
+def test_outputs_of_another_batch_are_refused() -> None:
+    model = layer()
+    optimizer = toys.Outputs(model, SGD(model.parameters(), lr=0.0))
+    outputs = model(normal(N, 4))
+    with pytest.raises(ValueError, match=r"outputs of shape \(2, 3\) after a forward of 6 samples"):
+        optimizer.observe(outputs[:2])
+
+
+# --- rows that are compressed ------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:another K-FAC optimizer")
+def test_draws_are_saved() -> None:
+    """Signs do not matter for the step, but they are in the solution."""
+    model = layer()
+    batches = [normal(N, 4) for _ in range(4)]
+    optimizer = toys.CompressedRows(model, SGD(model.parameters(), lr=0.1))
+    for x in batches[:2]:
+        take(optimizer, x)
+    other = copy.deepcopy(model)
+    resumed = toys.CompressedRows(other, SGD(other.parameters(), lr=0.1))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for x in batches[2:]:
+        take(optimizer, x)
+        take(resumed, x)
+    found = state_of(resumed).solution["g"]
+    assert torch.equal(state_of(optimizer).solution["g"], found)
+    fresh = toys.CompressedRows(model, SGD(model.parameters(), lr=0.1))
+    take(fresh, batches[3])
+    assert not torch.equal(state_of(fresh).solution["g"].sign(), found.sign())
+
+
+class HalfBlock(toys.SampleSpaceBlock):
+    """Each rank sends the longer half of its rows."""
+
+    def compress(self, rows: Any, generator: Any) -> dict[str, Tensor]:
+        chosen = longer_half(rows["a"])
+        return {name: value[chosen] for name, value in rows.items()}
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        assert len(given.shards["a"]) in (1, 3)
+        return super().solve(part, given)
+
+
+def longer_half(a: Tensor) -> Tensor:
+    return a.norm(dim=-1).argsort(descending=True)[: (len(a) + 1) // 2].sort().values
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfMethod(toys.Toy):
+    made = HalfBlock
+
+
+Half = kronfac.register_method(HalfMethod)
+
+
+def half_on_rank(rank: int, scheme: str) -> Tensor:
+    with double_precision():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(layer())
+        optimizer = Half(model, SGD(model.parameters(), lr=0.0), distribute=scheme)
+        x = torch.randn(4 * dist.get_world_size(), 4)[4 * rank : 4 * rank + 4]
+        sample_losses(model(x)).mean().backward()
+        optimizer.step()
+        return model.module.weight.grad.clone()
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
+def test_every_rank_compresses_its_own_rows(scheme: str) -> None:
+    found = run(3, half_on_rank, scheme)
+    torch.manual_seed(0)
+    model = layer()
+    x = torch.randn(12, 4)
+    chosen = torch.cat([shard[longer_half(shard)] for shard in x.chunk(3)])
+    fisher = oracles.empirical_fisher_block(model, sample_losses(model(chosen)))
+    sample_losses(model(x)).mean().backward()
+    expected = dense_solve(fisher, model.weight.grad)
+    for one in found:
+        assert_equal(one, expected)
+
+
+def idle_on_rank(rank: int, idle: int) -> Tensor:
+    """Rows that the idle rank keeps from the step before do not come back beside new ones."""
+    with double_precision():
+        torch.manual_seed(0)
+        model = layer()
+        options: dict[str, Any] = {"distribute": "comm-opt", "on_missing": "ignore"}
+        wrapped = DistributedDataParallel(model)
+        optimizer = toys.SampleSpace(wrapped, SGD(model.parameters(), lr=0.0), **options)
+        for number in range(2):
+            x = torch.randn(2, 4) if number and rank == idle else torch.randn(4, 4)
+            optimizer.zero_grad()
+            context = optimizer.no_capture() if number and rank == idle else torch.enable_grad()
+            with context:
+                sample_losses(wrapped(x)).mean().backward()
+            optimizer.step()
+        return optimizer.layers[0].solution["a"]
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_rows_of_an_idle_rank_are_not_gathered_again(idle: int) -> None:
+    for rows in run(2, idle_on_rank, idle):
+        assert rows.shape == (4, 4)
+
+
+# --- where things travel and how they are kept -------------------------------------------------
+
+
+def bytes_on_rank(rank: int, kind: str, scheme: str) -> dict[str, int]:
+    with double_precision():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(layer())
+        options: dict[str, Any] = {"distribute": scheme, "rescale": None, "refresh_every": 3}
+        options |= {"factor_every": 1, "damping": 0.1}
+        made = {
+            "kfac": kronfac.KFAC,
+            "moments": toys.GradientMoments,
+            "samples": toys.SampleMoments,
+        }
+        optimizer = made[kind](model, SGD(model.parameters(), lr=0.0), **options)
+        for _ in range(4):
+            optimizer.zero_grad()
+            sample_losses(model(torch.randn(4, 4))).mean().backward()
+            optimizer.step()
+        found: dict[str, int] = optimizer.stats()["bytes"]
+        return found
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
+def test_moments_of_gradients_travel_as_little_as_kfac(scheme: str) -> None:
+    for moments, kfac in zip(
+        run(2, bytes_on_rank, "moments", scheme), run(2, bytes_on_rank, "kfac", scheme), strict=True
+    ):
+        assert moments == kfac
+
+
+def test_a_basis_that_others_observe_in_is_shared_with_them() -> None:
+    """With mem-opt only one rank works on the layer, but both rotate their rows."""
+    for found in run(2, bytes_on_rank, "samples", "mem-opt"):
+        assert found["share"] == 2 * 8 * (4 * 4 + 4 + 3 * 3 + 3)  # two refreshes
+    for found in run(2, bytes_on_rank, "kfac", "mem-opt"):
+        assert found["share"] == 0
+
+
+class NarrowBlock(toys.RankOneBlock):
+    solution_dtype = torch.bfloat16
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        return {name: mean.to(self.solution_dtype) for name, mean in given.means.items()}
+
+    def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
+        wide = {name: value.to(gradient.dtype) for name, value in solution.items()}
+        return super().precondition(wide, gradient, damping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowMethod(toys.Toy):
+    made = NarrowBlock
+
+
+Narrow = kronfac.register_method(NarrowMethod)
+
+
+def narrow_on_rank(rank: int, scheme: str) -> tuple[Tensor, Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(layer())
+    optimizer = Narrow(model, SGD(model.parameters(), lr=0.1), distribute=scheme)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sample_losses(model(torch.randn(4, 4))).mean().backward()
+        optimizer.step()
+    solution = optimizer.layers[0].solution or {}
+    return model.module.weight.detach(), {value.dtype for value in solution.values()}
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
+def test_solutions_may_be_narrow(scheme: str) -> None:
+    (first, kept), (second, others) = run(2, narrow_on_rank, scheme)
+    assert torch.equal(first, second)
+    assert kept | others == {torch.bfloat16}
+
+
+def test_narrow_solutions_stay_narrow_when_they_are_loaded() -> None:
+    model = layer()
+    optimizer = Narrow(model, SGD(model.parameters(), lr=0.1))
+    take(optimizer, normal(N, 4))
+    other = Narrow(model, SGD(model.parameters(), lr=0.1))
+    other.load_state_dict(optimizer.state_dict())
+    assert {one.dtype for one in state_of(other).solution.values()} == {torch.bfloat16}
+    printed = state_of(other).held_bytes
+    assert printed == 8 * (4 + 3) + 2 * (4 + 3)
+
+
+class UngroupedBlock(toys.SampleSpaceBlock):
+    """Without samples there is nothing to gather: a vector of each side instead."""
+
+    def __init__(self, layer: Any, grouped: bool) -> None:
+        super().__init__(layer)
+        if not grouped:
+            self.keeps = "none"
+            self.statistics = {"b": Statistic((self.d_out,), "output", degree=1)}
+            self.solution_shapes = {"b": (self.d_out,)}
+
+    def observe_output(self, outputs: Any, context: Any = None) -> dict[str, Tensor]:
+        return {} if self.holds_rows else {"b": outputs.total()}
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        return super().solve(part, given) if self.holds_rows else dict(given.means)
+
+    def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
+        return super().precondition(solution, gradient, damping) if self.holds_rows else gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class UngroupedMethod(toys.Toy):
+    def block(self, layer: Any, grouped: bool = True) -> toys.ToyBlock:
+        return UngroupedBlock(layer, grouped)
+
+
+Ungrouped = kronfac.register_method(UngroupedMethod)
+
+
+class Mixing(nn.Module):
+    """Its layer sees rows that are no longer those of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x[: len(x) // 2])
+
+
+def test_a_checkpoint_of_a_layer_without_groups_loads_into_a_fresh_optimizer() -> None:
+    model = Mixing()
+    optimizer = Ungrouped(model, SGD(model.parameters(), lr=0.1))
+    sample_losses(model(normal(N, 4))).mean().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    fresh = Ungrouped(model, SGD(model.parameters(), lr=0.1))
+    fresh.load_state_dict(saved)
+    assert torch.equal(state_of(fresh).solution["b"], state_of(optimizer).solution["b"])
+
+
+# --- statistics that make no sense -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"every": "step"}, "needs every='factor'"),
+        ({"source": "gradient", "combine": "gather"}, "nothing to gather"),
+        ({"source": "compressed"}, "needs combine='gather'"),
+    ],
+)
+def test_statistics_that_cannot_be(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Statistic((2,), "input"), **change)
