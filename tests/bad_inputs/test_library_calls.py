@@ -163,8 +163,8 @@ OBSERVE: list[Row] = [
     ("generator", observing(generator=3), "refused", "^generator="),
     ("samples of the exact", observing("exact", samples=5), "warns", "samples has no effect"),
     ("many classes", exact_of_many_classes, "warns", "1,000 for outputs .* fisher='mc' takes 1"),
-    ("empirical", observing("empirical"), "refused", "which needs no call"),
-    ("forward", observing("forward"), "refused", "which needs no call"),
+    ("empirical", observing("empirical"), "refused", "needs no call"),
+    ("forward", observing("forward"), "refused", "needs no call"),
 ]
 
 # --- methods and attributes -------------------------------------------------------------------
