@@ -64,9 +64,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     seen = []
     judge = AdaptiveDamping.judge
 
-    def record(self: AdaptiveDamping, actual: float, predicted: float) -> Any:
+    def record(
+        self: AdaptiveDamping, loss: float, actual: float, predicted: float, step: int
+    ) -> Any:
         seen.append((actual, predicted))
-        return judge(self, actual, predicted)
+        return judge(self, loss, actual, predicted, step)
 
     monkeypatch.setattr(AdaptiveDamping, "judge", record)
     return seen
@@ -84,27 +86,47 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         (-0.75, -1.0, "kept", 1.0),
         (-0.76, -1.0, "lowered", FACTOR),
         (-3.0, -1.0, "lowered", FACTOR),
-        (-1.0, 0.0, "rejected", 1 / FACTOR),
-        (-1.0, 1.0, "rejected", 1 / FACTOR),
-        (1.0, 1.0, "rejected", 1 / FACTOR),
-        (math.nan, -1.0, "rejected", 1 / FACTOR),
-        (math.inf, -1.0, "rejected", 1 / FACTOR),
-        (-1.0, math.nan, "rejected", 1 / FACTOR),
+        (-1.0, 0.0, "raised", 1 / FACTOR),
+        (-1.0, 1.0, "raised", 1 / FACTOR),
+        (1.0, 1.0, "raised", 1 / FACTOR),
+        (-1.0, math.nan, "raised", 1 / FACTOR),
         (-1.0, -math.inf, "raised", 1 / FACTOR),
     ],
 )
 def test_the_ratio_decides(actual: float, predicted: float, verdict: str, factor: float) -> None:
     damping = AdaptiveDamping(LevenbergMarquardt(0.1))
-    assert damping.judge(actual, predicted) == verdict
+    assert damping.judge(1.0, actual, predicted, 4) == verdict
     assert damping.current == pytest.approx(0.1 * factor, rel=1e-15)
+    assert damping.trusted == (verdict != "raised")
+
+
+@pytest.mark.parametrize(
+    ("loss", "after", "predicted", "rejected"),
+    [
+        (1.0, math.nan, -1.0, True),
+        (1.0, math.inf, -1.0, True),
+        (1.0, 2.1, -0.5, True),
+        (1.0, 1.9, -0.5, False),
+        (1.0, 2.1, -1.5, False),
+        (1.0, 2.1, 1.5, True),
+        (-1.0, 0.1, -0.5, True),
+        (0.0, 0.4, -0.5, False),
+    ],
+)
+def test_a_loss_that_doubles_is_rejected(
+    loss: float, after: float, predicted: float, rejected: bool
+) -> None:
+    assert AdaptiveDamping(LevenbergMarquardt()).rejects(loss, after, predicted) == rejected
 
 
 def test_the_damping_stays_between_its_bounds() -> None:
     damping = AdaptiveDamping(LevenbergMarquardt(0.1, minimum=0.08, maximum=0.15))
-    damping.judge(-1.0, -1.0)
+    damping.judge(1.0, -1.0, -1.0, 4)
     assert damping.current == 0.08
-    damping.judge(1.0, -1.0)
-    damping.judge(1.0, -1.0)
+    damping.judge(1.0, 0.5, -1.0, 9)
+    damping.judge(1.0, 0.5, -1.0, 10)
+    assert damping.current == 0.15
+    damping.reject()
     assert damping.current == 0.15
 
 
@@ -140,16 +162,19 @@ def test_a_parabola_gives_the_ratio_of_the_closed_form(
     problem = Parabola(c, lr)
     problem.optimizer.step(problem)
     s = lr / 2
-    (actual, predicted) = judged[0]
-    assert actual / predicted == pytest.approx((1 - s * c / 2) / (1 - s / 2))
+    for actual, predicted in judged:
+        assert actual / predicted == pytest.approx((1 - s * c / 2) / (1 - s / 2))
+    assert len(judged) == int(outcome != "rejected")
     stats = problem.optimizer.stats()
-    expected = {"lowered": 0.9, "kept": 1.0, "raised": 1 / 0.9, "rejected": 1 / 0.9}[outcome]
+    expected = {"lowered": 0.9, "kept": 1.0, "raised": 1 / 0.9, "rejected": 10.0}[outcome]
     assert stats["damping"] == pytest.approx(expected)
     counted = {name: stats[f"damping_{name}"] for name in ("raised", "lowered", "rejected")}
     assert counted == {name: int(name == outcome) for name in counted}
 
 
-def test_the_rule_looks_at_every_nth_step_only() -> None:
+def test_a_model_that_predicts_well_is_looked_at_every_nth_step_only(
+    judged: list[tuple[float, float]],
+) -> None:
     problem = Parabola(1.0, 0.5, damping=LevenbergMarquardt(1.0, every=3))
     seen = []
     for _ in range(7):
@@ -157,6 +182,67 @@ def test_the_rule_looks_at_every_nth_step_only() -> None:
         seen.append(problem.optimizer.stats()["damping"])
     expected = [0.9**3, 0.9**6]
     assert seen == pytest.approx([1, 1, expected[0], expected[0], expected[0], *[expected[1]] * 2])
+    assert len(judged) == 3  # at first, to see whether it does
+
+
+def test_a_model_that_predicts_badly_is_looked_at_every_step() -> None:
+    problem = Parabola(3.5, 1.0, damping=LevenbergMarquardt(1.0, every=50))
+    for _ in range(4):
+        problem.optimizer.step(problem)
+    stats = problem.optimizer.stats()
+    assert stats["damping_raised"] == 1  # then the ratio is good enough
+    assert stats["damping"] == pytest.approx(0.9**-50)
+
+
+def state_of(problem: Parabola) -> list[Tensor]:
+    base = problem.optimizer.base
+    kept = [value for state in base.state.values() for value in state.values()]
+    return [problem.model.weight.detach().clone(), *(one.clone() for one in kept)]
+
+
+def test_a_rejected_step_is_undone() -> None:
+    problem = Parabola(1.0, 5.0)
+    problem.optimizer.base.param_groups[0]["momentum"] = 0.5
+    before = state_of(problem)
+    problem.optimizer.step(problem)
+    assert_same(state_of(problem), before)
+    damping = problem.optimizer.stats()["damping"]
+    assert damping == 10.0  # s = 5/11 decreases the loss
+    problem.optimizer.step(problem)
+    assert problem().item() < 0.5
+    assert problem.optimizer.stats()["damping_rejected"] == 1
+
+
+def test_ten_rejections_in_a_row_end_training_where_it_was_good() -> None:
+    problem = Parabola(1.0, 1.0)
+    runs = iter(range(100))
+
+    def closure() -> Tensor:
+        return problem() * (math.nan if next(runs) % 2 else 1)
+
+    before = problem.model.weight.clone()
+    for _ in range(9):
+        problem.optimizer.step(closure)
+    with pytest.raises(RuntimeError, match=r"10 steps in a row .* and were undone"):
+        problem.optimizer.step(closure)
+    assert torch.equal(problem.model.weight, before)
+    assert problem.optimizer.stats()["damping_rejected"] == 10
+
+
+def test_what_went_wrong_between_looks_is_undone_at_the_next() -> None:
+    problem = Parabola(1.0, 1.0, damping=LevenbergMarquardt(1.0, every=3))
+    for _ in range(3):
+        problem.optimizer.step(problem)
+    good = problem.model.weight.detach().clone()
+    with torch.no_grad():  # as if the two steps between looks had failed
+        problem.optimizer.step(problem)
+        problem.model.weight.fill_(math.nan)
+        problem.optimizer.step(problem)
+    loss = problem.optimizer.step(problem)
+    assert loss.item() < 0.5
+    assert abs(problem.model.weight.item() - 1) < 1
+    assert problem.optimizer.stats()["damping_rejected"] == 1
+    assert not torch.equal(problem.model.weight, good)
 
 
 def test_a_new_damping_acts_at_the_next_step() -> None:
@@ -222,7 +308,7 @@ def test_the_model_takes_gradient_of_all_and_curvature_of_preconditioned_layers(
     base = SGD(model.parameters(), lr=0.5, weight_decay=0.1)
     optimizer = kfac(model, base, damping=LevenbergMarquardt(0.1, every=2), momentum=0.5)
     train(model, optimizer, [0])
-    assert not judged
+    judged.clear()
     with optimizer.no_capture():
         optimizer.zero_grad()
         loss_of(model, batch(1)).backward()
@@ -305,10 +391,10 @@ def test_the_second_run_leaves_no_trace(set_to_none: bool) -> None:
         return state, factors(optimizer, "A"), factors(optimizer, "G"), len(losses)
 
     *expected, runs = run(0.1)
-    # The first look comes after the second step, so that the damping has not changed before it.
+    # The look at the first step never lowers the damping, so both runs have the same at the second.
     *found, more = run(LevenbergMarquardt(0.1, every=2))
     assert_same(found, expected)
-    assert (runs, more) == (2, 3)
+    assert (runs, more) == (2, 4)
 
 
 def test_both_runs_draw_the_same_random_numbers() -> None:
@@ -497,12 +583,12 @@ def test_the_damping_may_be_set_later() -> None:
     assert (optimizer.damping, optimizer.stats()["damping"]) == (0.2, 0.2)
 
 
-def test_auto_rescale_is_none_if_the_damping_adapts() -> None:
+def test_auto_rescale_is_a_clip_if_the_damping_adapts() -> None:
     model = mlp()
     base = SGD(model.parameters(), lr=0.1)
     assert kronfac.KFAC(model, base)._preconditioner.options.rescale == "auto"
     adaptive = kronfac.KFAC(model, base, damping=LevenbergMarquardt())
-    assert adaptive._preconditioner.options.rescale is None
+    assert adaptive._preconditioner.options.rescale == "kl-clip"
 
 
 @pytest.mark.parametrize("rescale", ["graft", "unit", "orthogonal"])

@@ -525,7 +525,7 @@ def test_observe_is_still_refused_where_nobody_needs_it() -> None:
 def test_the_rule_is_shown_the_exact_curvature(monkeypatch: pytest.MonkeyPatch, lr: float) -> None:
     seen = []
     monkeypatch.setattr(
-        AdaptiveDamping, "judge", lambda _, actual, predicted: seen.append(predicted) or "kept"
+        AdaptiveDamping, "judge", lambda _, loss, actual, found, step: seen.append(found) or "kept"
     )
     model = mlp()
     optimizer = quadratic(model, lr=lr, damping=LevenbergMarquardt(0.1, every=1))

@@ -6,6 +6,7 @@ import kronfac.requirements  # noqa: F401 - first of all: it says what is missin
 from kronfac import layers
 from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
+from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.optimizer.fronts import register_method
@@ -23,6 +24,7 @@ __all__ = [
     "Hybrid",
     "LevenbergMarquardt",
     "Method",
+    "Relative",
     "StaleInterval",
     "__version__",
     "layers",

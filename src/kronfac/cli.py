@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kronfac.optimizer.base import version
+from kronfac.distributed.consistency import version
 from kronfac.runs import output
 from kronfac.runs.errors import UserError, of_a_file
 from kronfac.train import commands

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -85,3 +86,11 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _described(value: Any) -> str:
     return "a callable" if callable(value) and not isinstance(value, type) else repr(value)
+
+
+def version(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

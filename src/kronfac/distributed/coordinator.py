@@ -20,6 +20,8 @@ from kronfac.distributed.overview import Overview
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
 from kronfac.placement.place import Placement
+from kronfac.protocol.context import Given
+from kronfac.protocol.statistic import Tensors
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
@@ -37,11 +39,17 @@ class Now:
         step: number of completed steps.
         damping: the damping γ.
         seed: of the random numbers of this step, for methods that draw; alike on all ranks.
+        relative: whether the damping is a share of each layer's mean curvature.
     """
 
     step: int
     damping: float
     seed: int = 0
+    relative: bool = False
+
+    def given(self, means: Tensors, **further: Any) -> Given:
+        """What a layer is solved from at this step."""
+        return Given(means, self.damping, relative=self.relative, step=self.step, **further)
 
     def generator(self, states: Iterable[LayerState], rank: int) -> torch.Generator | None:
         """Random numbers of one rank, if any of these layers draws."""

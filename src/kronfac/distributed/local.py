@@ -15,7 +15,6 @@ from kronfac.distributed.comm.traffic import Traffic
 from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
-from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.forward_pass import Pass
@@ -113,7 +112,7 @@ class Local(Coordinator):
                     if state.running[name].statistic.combine == "gather"
                 }
                 previous = state.solution
-                given = Given(means, now.damping, previous=previous, shards=shards, step=now.step)
+                given = now.given(means, previous=previous, shards=shards)
                 solution = state.block.refresh(given, parts)
             yield state, solution
 

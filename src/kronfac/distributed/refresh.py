@@ -183,13 +183,11 @@ class Solving:
             self.missing[state] = True
             return None
         shards = {name: self.shards.get(self.layout.key(state, name), ()) for name in names}
-        return Given(
+        return self.now.given(
             {name: means[name] for name in names if name in means},
-            self.now.damping,
-            self.outlines[state],
-            state.solution,
+            outlines=self.outlines[state],
+            previous=state.solution,
             shards=shards,
-            step=self.now.step,
         )
 
     def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:

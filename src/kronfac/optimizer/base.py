@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from importlib import metadata
+from functools import partial
 from typing import Any, Unpack, overload
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from kronfac.capture.hooks import remove_inert_hooks
 from kronfac.capture.outputs import Outputs
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp
+from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp, version
 from kronfac.distributed.distributed import Distributed
 from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
@@ -30,6 +30,7 @@ from kronfac.optimizer.hyperparameters import Hyperparameters
 from kronfac.optimizer.inspection import Inspection
 from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
 from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
+from kronfac.optimizer.snapshot import Snapshot
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
 from kronfac.options.config import Options, Schedules, is_adaptive
@@ -59,14 +60,6 @@ else:
 
     class Joinable:  # type: ignore[no-redef]
         """Stands in where torch was built without distributed training."""
-
-
-def version(package: str) -> str:
-    """The version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
@@ -123,6 +116,8 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         enlist(self._preconditioner)
         self._advice, self._outputs = Advice(), Outputs(outermost(model))
         self._closures = Closures(self._advice)
+        #: Where training stood when a damping that adapts itself last looked at it.
+        self._good: Snapshot | None = None
         self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
             world = ProcessGroup(group_of(model) if process_group is None else process_group)
@@ -206,10 +201,11 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         """
         check_closure(closure)
         preconditioner = self._preconditioner
-        trial = Trial(preconditioner, self.param_groups, closure)
-        loss = None
+        trial = Trial(preconditioner, self.base, self.param_groups, closure, self._good)
+        loss: float | None = None
+        run = partial(self._closures.run, closure, self.param_groups)
         if closure is not None:
-            loss = self._closures.run(closure, self.param_groups)
+            loss = run()
         if preconditioner.capture.due:
             check_tensors(preconditioner.watched(), self.param_groups)
             advise_on_step(self._advice, preconditioner, self.base)
@@ -219,11 +215,12 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
                 self.base.step()
             return loss
         preconditioner.coordinator.meet(self.param_groups, self._is_joining, active=True)
-        trial.begin(loss)
+        loss = trial.begin(loss, run)
         preconditioner.run(self.param_groups)
         trial.choose_update()
         self._step_base()
         trial.judge()
+        self._good = trial.good
         self._closures.end_step(self.param_groups)
         preconditioner.advance()
         return loss

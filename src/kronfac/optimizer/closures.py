@@ -24,8 +24,9 @@ class Closures:
         #: A gradient as the last step has left it, and its version then.
         self._left: tuple[Tensor, int] | None = None
 
-    def run(self, closure: Callable[[], Any], groups: Iterable[Mapping[str, Any]]) -> Any:
+    def run(self, closure: Callable[[], Any] | None, groups: Iterable[Mapping[str, Any]]) -> Any:
         """Return what the closure returns."""
+        assert closure is not None
         self._in_use = True
         found = self._left
         untouched = found is not None and found[0]._version == found[1]

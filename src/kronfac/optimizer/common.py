@@ -9,6 +9,7 @@ import torch
 
 from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import Interval
+from kronfac.adaptive.relative import Relative
 from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale
 from kronfac.placement.scheme import Distribute, Hybrid
 
@@ -16,7 +17,7 @@ from kronfac.placement.scheme import Distribute, Hybrid
 class Common(TypedDict, total=False):
     """See :class:`kronfac.KFAC` for what they mean."""
 
-    damping: Number | LevenbergMarquardt
+    damping: Number | LevenbergMarquardt | Relative
     factor_every: Interval
     refresh_every: Interval
     decay: Number

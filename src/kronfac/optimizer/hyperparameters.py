@@ -8,10 +8,17 @@ import torch
 
 from kronfac.adaptive.damping import LevenbergMarquardt, as_schedule
 from kronfac.adaptive.interval import Interval, StaleInterval, as_intervals
+from kronfac.adaptive.relative import Relative
 from kronfac.capture.grad_scaler import calling_scaler
 from kronfac.options.config import Number, check_scaler, is_adaptive
 from kronfac.step.pipeline import Preconditioner
-from kronfac.step.validation import check_curvature, check_lever, check_stagger
+from kronfac.step.validation import (
+    check_curvature,
+    check_lever,
+    check_mean_curvature,
+    check_relative,
+    check_stagger,
+)
 
 
 class Hyperparameters:
@@ -20,16 +27,18 @@ class Hyperparameters:
     _preconditioner: Preconditioner
 
     @property
-    def damping(self) -> Number | LevenbergMarquardt:
+    def damping(self) -> Number | LevenbergMarquardt | Relative:
         """The damping γ as it was given; ``stats()["damping"]`` is its value now."""
-        given: Number | LevenbergMarquardt = self._given("damping")
+        given: Number | LevenbergMarquardt | Relative = self._given("damping")
         return given
 
     @damping.setter
-    def damping(self, value: Number | LevenbergMarquardt) -> None:
+    def damping(self, value: Number | LevenbergMarquardt | Relative) -> None:
         preconditioner, schedule = self._preconditioner, as_schedule(value)
         check_lever(is_adaptive(schedule), preconditioner.options.rescale)
         check_curvature(is_adaptive(schedule), preconditioner.layers.values())
+        check_relative(isinstance(value, Relative), preconditioner.options.rescale)
+        check_mean_curvature(isinstance(value, Relative), preconditioner.layers.values())
         self._set("damping", schedule)
 
     @property

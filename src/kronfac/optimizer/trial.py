@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kronfac.optimizer.replay import RandomState, buffers_kept, gradients_kept, gradients_replaced
+from kronfac.optimizer.snapshot import Snapshot
 from kronfac.rescale.quadratic import Products, QuadraticModel, Vectors, inner
 from kronfac.step.pipeline import ParamGroups, Preconditioner
 
@@ -26,10 +28,18 @@ class Trial:
     """
 
     def __init__(
-        self, preconditioner: Preconditioner, groups: ParamGroups, closure: Closure | None
+        self,
+        preconditioner: Preconditioner,
+        base: Optimizer,
+        groups: ParamGroups,
+        closure: Closure | None,
+        good: Snapshot | None,
     ) -> None:
         self._preconditioner = preconditioner
+        self._stepper = base
         self._groups = groups
+        #: Where training stood at the last look.
+        self.good = good
         self._closure = closure
         damping = preconditioner.schedules.adaptive("damping")
         adaptive = damping is not None and not preconditioner.detached
@@ -50,10 +60,14 @@ class Trial:
     def _again(self) -> bool:
         return self._model is not None or self._damping is not None
 
-    def begin(self, loss: Any) -> None:
-        """Check that there is what will be needed, and keep what the step overwrites."""
+    def begin(self, loss: Any, run: Callable[[], Any]) -> Any:
+        """Check that there is what will be needed, and keep what the step overwrites.
+
+        If the loss says that training has diverged since the last look, go back there first. ``run``
+        evaluates the closure, and the loss there is returned.
+        """
         if not self._reason:
-            return
+            return loss
         if self._closure is None:
             raise RuntimeError(
                 f"{self._reason} evaluates the loss again: call step(closure) with a closure that "
@@ -65,7 +79,7 @@ class Trial:
                 "likelihood=...) in the closure, between the forward pass and backward()."
             )
         if self._damping is not None:
-            self._loss = _number(loss, self._reason)
+            loss = self._look(loss, run)
         if self._model is not None and any(map(_is_sparse, self._moving())):
             raise RuntimeError(
                 "rescale='quadratic' cannot write its update into a sparse gradient: build the "
@@ -75,6 +89,22 @@ class Trial:
             self._gradient = {p: _dense(p.grad) for p in self._moving()}
         if self._damping is not None:
             self._before = {p: p.detach().clone() for p in self._gradient}
+            self.good = Snapshot(self._preconditioner, self._stepper, self._parameters())
+        return loss
+
+    def _look(self, loss: Any, run: Callable[[], Any]) -> Any:
+        """Read the loss; if it has surged, undo what was done since the last look and try again."""
+        assert self._damping is not None
+        self._loss = self._mean(_number(loss, self._reason))
+        if self.good is None or not self._damping.surges(self._loss):
+            return loss
+        self.good.restore()
+        self._preconditioner.count("damping_rejected")
+        self._damping.reject()
+        self._preconditioner.capture.clear()
+        loss = run()
+        self._loss = self._mean(_number(loss, self._reason))
+        return loss
 
     def choose_update(self) -> None:
         """Put the negative update of the quadratic model in place of the gradients."""
@@ -111,8 +141,15 @@ class Trial:
             return  # a learning rate of zero says nothing about the damping
         with self._preconditioner.phases("damping"):
             predicted = float(inner(change, self._gradient)) + self._curvature(change) / 2
-            after = _number(self._run_again(), self._reason)
-        verdict = self._damping.judge(self._mean(after - self._loss), predicted)
+            after = self._mean(_number(self._run_again(), self._reason))
+        if self._damping.rejects(self._loss, after, predicted):
+            assert self.good is not None
+            self.good.restore()
+            self._preconditioner.count("damping_rejected")
+            self._damping.reject()
+            return
+        step = self._preconditioner.clock.step
+        verdict = self._damping.judge(self._loss, after - self._loss, predicted, step)
         self._preconditioner.count(f"damping_{verdict}")
 
     def _curvature(self, change: Vectors) -> float:

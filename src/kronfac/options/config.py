@@ -19,7 +19,7 @@ Pattern = str | type[nn.Module]
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Rescale = Literal["auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
-Rule = Literal["solved", "graft", "unit", "orthogonal", "columns"]
+Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -76,10 +76,16 @@ class Options:
             )
 
 
-class Adaptive:
-    """A schedule whose values a rule makes as training goes on; users give the rule."""
+class Ruled:
+    """A schedule by a rule; users give and read the rule."""
 
     rule: Any
+    #: Whether its values are shares of each layer's mean curvature.
+    is_relative = False
+
+
+class Adaptive(Ruled):
+    """One whose values follow how training goes."""
 
 
 def is_adaptive(schedule: object) -> bool:
@@ -125,7 +131,13 @@ class Schedules:
     def given(self, name: str) -> Any:
         """A hyperparameter as the user gave it: a number, a callable or a rule."""
         value = self._values[name]
-        return value.rule if is_adaptive(value) else value
+        return value.rule if isinstance(value, Ruled) else value
+
+    @property
+    def relative_damping(self) -> bool:
+        """Whether the damping is a share of each layer's mean curvature."""
+        value = self._values["damping"]
+        return isinstance(value, Ruled) and value.is_relative
 
     def values(self) -> dict[str, Any]:
         """All of them, as they were given."""
@@ -158,8 +170,8 @@ def _check_schedule(name: str, value: Callable[..., Any]) -> None:
 
 
 def resolve_rescale(value: Rescale | None, adaptive_damping: bool) -> Rescale | None:
-    """Leave steps as solved instead of ``"auto"`` if the damping needs their length as its lever."""
-    return None if value == "auto" and adaptive_damping else value
+    """Bound steps as solved instead of ``"auto"`` if the damping needs their length as its lever."""
+    return "kl-clip" if value == "auto" and adaptive_damping else value
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -67,6 +67,8 @@ class Block(ABC):
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.
     undamped: bool = False
+    #: Whether :meth:`mean_curvature` works, so that damping may be a share of it.
+    knows_curvature: bool = False
     #: Precision of solutions; ``None`` for that of the statistics.
     solution_dtype: torch.dtype | None = None
     #: Whether :meth:`compress` draws random numbers.
@@ -194,8 +196,15 @@ class Block(ABC):
         raise NotImplementedError(f"{self.label!r} cannot divide part {part!r} into summands.")
 
     @abstractmethod
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
-        """Apply a solution to a gradient matrix ``[*b, d_out, d_in]``."""
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
+        """Apply a solution to a gradient matrix ``[*b, d_out, d_in]``.
+
+        ``damping`` is γ: a number, or a tensor ``[*b, 1, 1]`` if it is relative to the curvature.
+        """
+
+    def mean_curvature(self, solution: Tensors) -> Tensor:
+        """The mean eigenvalue of the undamped curvature, ``[*b, 1, 1]``, or ones instead of *b."""
+        raise NotImplementedError(f"{self.label!r} does not know its mean curvature.")
 
     @property
     def signature(self) -> Hashable:

@@ -38,12 +38,13 @@ class Given:
 
     Args:
         means: means of its own statistics; gathered rows as they are.
-        damping: the damping γ.
+        damping: the damping γ, or the share ρ of the mean curvature if ``relative``.
         outlines: outlines of the means of all statistics (:meth:`Block.outline`).
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
         step: number of completed steps.
+        relative: whether the damping is a share of the mean curvature.
     """
 
     means: Tensors
@@ -53,6 +54,7 @@ class Given:
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step: int = 0
+    relative: bool = False
 
     def latest(self, name: str) -> Tensor:
         """The newest value of a tensor of the solution."""

@@ -7,7 +7,6 @@ intervals, momentum, length of steps, ranks) belongs to the engine and is the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from kronfac.protocol.transform import Transform
 class Defaults:
     """Values of the engine's options that suit a method."""
 
-    damping: float | Callable[[int], float] = 1e-4
+    damping: Any = 1e-3
     factor_every: int = 10
     refresh_every: int = 100
     decay: float = 0.5

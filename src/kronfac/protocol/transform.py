@@ -21,7 +21,7 @@ class LayerStep:
         buffers: the layer's own tensors by name, to be changed in place; empty before the first call.
         block: the layer's curvature, which knows what to do with its solution.
         solution: the solution in use, ``None`` before the first.
-        damping: the damping γ.
+        damping: the damping γ of this layer.
         rate: learning rate of the weight's group.
     """
 
@@ -29,7 +29,7 @@ class LayerStep:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     block: Block | None = None
     solution: Tensors | None = None
-    damping: float = 0.0
+    damping: float | Tensor = 0.0
     rate: float | Tensor = 0.0
 
 

@@ -13,6 +13,9 @@ from kronfac.linalg.batching import MAX_ELEMENTS
 from kronfac.linalg.orthogonal import nearest_orthogonal
 from kronfac.options.config import Rule
 
+#: Norms scale whole channels: their steps are this much shorter than those of matrices.
+CHANNELS = 0.1
+
 
 @dataclass
 class Update:
@@ -49,9 +52,17 @@ def own_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[float 
             factors.append(next(grafts))
         elif rule in ("unit", "orthogonal"):
             factors.append(unit_factor(update))
+        elif rule == "channels":
+            factors.append(channel_factor(update))
         else:
             factors.append(column_factors(update) if rule == "columns" else 1.0)
     return factors
+
+
+def channel_factor(update: Update) -> Tensor:
+    """Factor that gives the weights and biases of a norm a root mean square of :data:`CHANNELS`."""
+    norm = update.after.norm()
+    return _ratio(torch.full_like(norm, CHANNELS * math.sqrt(update.after.numel())), norm)
 
 
 def graft_factors(updates: Sequence[Update]) -> list[Tensor]:

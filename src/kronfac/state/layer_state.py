@@ -29,7 +29,7 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *("schedule", "dropped", "compared", "broadcast", "seeds"),
+    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks"),
 }
 
 
@@ -67,6 +67,8 @@ class LayerState:
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
         self.solution: dict[str, Tensor] | None = None
+        #: The solution that a mean curvature was computed for, and that.
+        self._curvature: tuple[dict[str, Tensor], Tensor] | None = None
         self.solved_at: int | None = None
         self.last_refresh: int | None = None
         self.has_new_statistics = False
@@ -177,6 +179,18 @@ class LayerState:
                 running.sum = total
         held = self.held
         self.solution = {name: after[name] for name in held if name in after} if held else None
+
+    def damping(self, value: float, relative: bool) -> float | Tensor:
+        """The damping γ of this layer, given it or its share of the mean curvature.
+
+        Without any curvature γ is 1, which leaves the gradient as it is.
+        """
+        if not relative or self.solution is None:
+            return value
+        if self._curvature is None or self._curvature[0] is not self.solution:
+            self._curvature = (self.solution, self.block.mean_curvature(self.solution))
+        mean = self._curvature[1]
+        return torch.where(mean > 0, mean * value, 1.0)
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps a statistic between refreshes."""

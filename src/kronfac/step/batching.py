@@ -18,6 +18,9 @@ from kronfac.linalg.batching import MAX_ELEMENTS
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 
+#: The damping γ of each layer.
+Damping = Mapping[LayerState, float | Tensor]
+
 
 class Batch:
     """The solutions of all layers of one kind, side by side."""
@@ -28,7 +31,7 @@ class Batch:
         self._known: list[dict[str, Tensor] | None] = [None] * len(states)
 
     def precondition(
-        self, gradients: Mapping[LayerState, Tensor], damping: float
+        self, gradients: Mapping[LayerState, Tensor], damping: Damping
     ) -> dict[LayerState, Tensor]:
         """Apply the solutions of those layers that have a gradient."""
         here = [index for index, state in enumerate(self.states) if state in gradients]
@@ -40,7 +43,10 @@ class Batch:
             }
         states = [self.states[index] for index in here]
         stacked = torch.stack([gradients[state] for state in states])
-        found = states[0].block.precondition(solutions, stacked, damping)
+        own = damping[states[0]]
+        if isinstance(own, Tensor):
+            own = torch.stack([torch.as_tensor(damping[state]) for state in states])
+        found = states[0].block.precondition(solutions, stacked, own)
         return dict(zip(states, found.unbind(), strict=True))
 
     def _solutions(self, here: Iterable[int]) -> dict[str, Tensor]:
@@ -78,7 +84,7 @@ class Batches:
         self,
         gradients: Mapping[LayerState, Tensor],
         states: Iterable[LayerState],
-        damping: float,
+        damping: Damping,
     ) -> dict[LayerState, Tensor]:
         """Apply solutions to the gradients of this step, given all layers that there are."""
         alike: dict[Hashable, list[LayerState]] = {}
@@ -90,13 +96,13 @@ class Batches:
             present = {state: gradients[state] for state in members if state in gradients}
             if kind is None or len(present) < 2:
                 for state, gradient in present.items():
-                    result[state] = self._alone(state, gradient, damping)
+                    result[state] = self._alone(state, gradient, damping[state])
             else:
                 with self._phases.part("precondition", *(state.name for state in present)):
                     result |= self._batch(kind, members).precondition(present, damping)
         return {state: result[state] for state in gradients}
 
-    def _alone(self, state: LayerState, gradient: Tensor, damping: float) -> Tensor:
+    def _alone(self, state: LayerState, gradient: Tensor, damping: float | Tensor) -> Tensor:
         assert state.solution is not None
         with self._phases.part("precondition", state.name):
             return state.block.precondition(state.solution, gradient, damping)

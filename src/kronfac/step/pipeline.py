@@ -25,10 +25,10 @@ from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
-from kronfac.protocol.context import Context, Given
+from kronfac.protocol.context import Context
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
-from kronfac.rescale.rules import no_matrix, reads_sequences, rule_of
+from kronfac.rescale.rules import no_matrix, rule_of
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.fold import fold
 from kronfac.state.layer_state import Due, LayerState
@@ -36,12 +36,20 @@ from kronfac.state.timing import Phases
 from kronfac.statistics.normalizer import Normalizer
 from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
+from kronfac.step.due import coming, take_due
 from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
 from kronfac.step.transforms import Momentum
 from kronfac.step.updates import Updates
-from kronfac.step.validation import check_curvature, check_lever, check_plain_steps, check_stagger
+from kronfac.step.validation import (
+    check_curvature,
+    check_lever,
+    check_mean_curvature,
+    check_plain_steps,
+    check_relative,
+    check_stagger,
+)
 
 #: Refreshes of one layer that may fail in a row before training stops.
 MAX_FAILURES = 5
@@ -60,6 +68,7 @@ class Preconditioner:
         schedules: Schedules,
     ) -> None:
         check_lever(is_adaptive(schedules.get("damping")), options.rescale)
+        check_relative(schedules.relative_damping, options.rescale)
         check_stagger(options.stagger, is_adaptive(schedules.get("refresh_every")))
         self.model = model
         self.method = method
@@ -92,7 +101,7 @@ class Preconditioner:
             return
         check_plain_steps(self.options.rescale, groups)
         trained = {p for group in groups for p in group["params"]}
-        options = self.options
+        options, schedules = self.options, self.schedules
         selection = Selection(self.model, options.include, options.exclude, self._refusal)
         self.reasons = selection.reasons
         hosts = output_projections(self.model)
@@ -102,15 +111,15 @@ class Preconditioner:
                 continue
             state = LayerState(layer, self.method, self.transforms)
             check_curvature(is_adaptive(self.schedules.get("damping")), [state])
+            check_mean_curvature(schedules.relative_damping, [state])
             state.note = selection.notes.get(layer.name, "")
             state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
-        sequences = reads_sequences(self.model)
         for state in self.layers.values():
-            state.rule = rule_of(state.layer, options.rescale, sequences)
+            state.rule = rule_of(state.layer, options.rescale)
         self._updates.clear()
         for module, states in watched.items():
             self.capture.attach_module(module, states)
@@ -169,7 +178,7 @@ class Preconditioner:
                     self.capture.clear()  # an error that is caught must not count a batch twice
         else:
             self._follow_gradients(states)
-        due = self._due(states, taken)
+        due = take_due(self.clock, states, taken)
         if taken and not due:
             coordinator.reduce(states)
         solved = coordinator.refresh(due, self._now(due))
@@ -226,10 +235,8 @@ class Preconditioner:
         self.coordinator.expect(self._coming, self._moment)
 
     def _coming(self) -> Due:
-        if not self.capture.due or self.detached:
-            return {}
-        found = {state: self._due_parts(state, True) for state in self.layers.values()}
-        return {state: parts for state, parts in found.items() if parts}
+        observes = self.capture.due and not self.detached
+        return coming(self.clock, self.layers.values()) if observes else {}
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
@@ -327,7 +334,7 @@ class Preconditioner:
                 names = {name for part in parts for name in state.block.parts[part].statistics}
                 means = {name: state.running[name].mean_on_device() for name in sorted(names)}
                 known = {name: mean for name, mean in means.items() if mean is not None}
-                given = Given(known, at.damping, previous=state.solution, step=at.step)
+                given = at.given(known, previous=state.solution)
                 solved = state.block.refresh(given, parts)
                 if solved is not None:
                     state.use(solved)
@@ -337,38 +344,13 @@ class Preconditioner:
         interval: AdaptiveInterval | None = self.schedules.adaptive("refresh_every")
         return interval
 
-    def _may_refresh(self, state: LayerState) -> bool:
-        return state.layer.weight.requires_grad and self.clock.refresh_due(state.last_refresh)
-
-    def _due_parts(self, state: LayerState, taken: bool) -> tuple[str, ...]:
-        """The parts of a layer that are solved again at a step that takes statistics, or none."""
-        if not state.layer.weight.requires_grad:
-            return ()
-        refreshes, block = self._may_refresh(state), state.block
-        if state.solved_at is None:
-            return block.due_parts("refresh", "factor") if refreshes else ()
-        parts = block.due_parts("refresh") if refreshes else ()
-        return (*parts, *block.due_parts("factor")) if taken else parts
-
-    def _due(self, states: Iterable[LayerState], taken: bool) -> Due:
-        """The layers that are solved again at this step, and the parts of each."""
-        due = {}
-        for state in states:
-            # A layer that could not be solved yet waits for something new.
-            if state.last_refresh is None and not state.has_new_statistics:
-                continue
-            parts = self._due_parts(state, taken)
-            if parts:
-                due[state] = parts
-                state.has_new_statistics = False
-        return due
-
     def _now(self, due: Due) -> Now:
         """What all layers that are solved at this step have in common."""
         step = self.clock.step
         draws = any(state.block.draws for state in due)
         seed = self.random.draw() if draws else 0
-        return Now(step, float(self.schedules.at("damping", step)), seed)
+        damping = float(self.schedules.at("damping", step))
+        return Now(step, damping, seed, self.schedules.relative_damping)
 
     def _take_all(self, due: Due, solved: Iterable[Solved]) -> None:
         found = set()

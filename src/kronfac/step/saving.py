@@ -66,7 +66,7 @@ def entries(preconditioner: Preconditioner, names: Names) -> Entries:
     if (seeds := preconditioner.random.entry()) is not None:
         shared["seeds"] = seeds
     if damping is not None:
-        shared["damping"] = torch.tensor(damping.current, dtype=torch.float64, device="cpu")
+        shared |= damping.entries()
     if (interval := preconditioner.adaptive_interval()) is not None:
         shared["interval"] = interval.entry()
     for (parameter, _), state in preconditioner.layers.items():

@@ -13,7 +13,11 @@ from kronfac.protocol.transform import LayerStep, Transform
 
 
 class Momentum(Transform):
-    """Heavy ball before preconditioning: ``buf ← μ·buf + V``; Nesterov looks ahead with ``V + μ·buf``."""
+    """Heavy ball before preconditioning: ``buf ← μ·buf + V``; Nesterov looks ahead with ``V + μ·buf``.
+
+    Beside the buffer it keeps the sum of its weights, ``w ← μ·w + 1``, and of the squared norms,
+    ``q ← μ·q + ‖V‖²``, from which :func:`coherence` tells how much gradients agree.
+    """
 
     def __init__(self, schedules: Schedules, nesterov: bool) -> None:
         self.schedules = schedules
@@ -21,14 +25,35 @@ class Momentum(Transform):
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """See :meth:`Transform.buffer_shapes`."""
-        return {"momentum": layer.matrix_shape}
+        return {"momentum": layer.matrix_shape, "coherence": (2,)}
 
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
         mu, buffers = float(self.schedules.at("momentum", at.step)), at.buffers
+        square = gradient.square().sum()
+        news = torch.stack([torch.ones_like(square), square])
         if "momentum" in buffers:
             buffers["momentum"].mul_(mu).add_(gradient)
         else:
             buffers["momentum"] = gradient.clone(memory_format=torch.contiguous_format)
+        if "coherence" in buffers:
+            buffers["coherence"].mul_(mu).add_(news)
+        else:
+            buffers["coherence"] = news
         held = buffers["momentum"]
         return gradient + mu * held if self.nesterov else held
+
+
+def coherence(buffers: Mapping[str, Tensor]) -> Tensor | None:
+    """How much recent gradients agree: ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``, a scalar in [0, 1].
+
+    It is 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if they are noise, whatever their scale.
+    ``None`` without momentum, which is the memory that it needs.
+    """
+    if "momentum" not in buffers or "coherence" not in buffers:
+        return None
+    weight, squares = buffers["coherence"].unbind()
+    most = (weight * squares).sqrt()
+    ratio = buffers["momentum"].norm() / most.clamp(min=torch.finfo(most.dtype).tiny)
+    # Squares that overflow say nothing.
+    return torch.where(torch.isfinite(most), ratio.clamp(max=1), torch.ones_like(ratio))

@@ -21,6 +21,7 @@ from kronfac.rescale.factors import (
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches
+from kronfac.step.transforms import coherence
 
 ParamGroups = list[dict[str, Any]]
 #: A layer, and what its gradient was and has become.
@@ -51,7 +52,9 @@ class Updates:
         self, states: Sequence[LayerState], groups: ParamGroups, step: int
     ) -> list[LayerUpdate]:
         """Apply the rules, then each layer's solution; without one the gradient stays raw."""
-        damping = float(self.schedules.at("damping", step))
+        value = float(self.schedules.at("damping", step))
+        relative = self.schedules.relative_damping
+        damping: dict[LayerState, float | Tensor] = {}
         rates: dict[nn.Parameter, float | Tensor] = {}
         if self.transforms or self.options.rescale == "kl-clip":
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
@@ -64,7 +67,8 @@ class Updates:
                 continue
             with self.phases.part("precondition", state.name):
                 rate = rates.get(state.layer.weight, 0.0)
-                at = LayerStep(step, state.buffers, state.block, state.solution, damping, rate)
+                own = damping[state] = state.damping(value, relative)
+                at = LayerStep(step, state.buffers, state.block, state.solution, own, rate)
                 before = self._transformed(state.view.gradient(), at)
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
@@ -113,6 +117,11 @@ class Updates:
             factors: Iterable[float | Tensor] = [factor] * len(steps)
         else:
             factors = own_factors(rules, steps)
+        if self.options.rescale == "auto":
+            factors = [
+                factor if (agreement := coherence(state.buffers)) is None else factor * agreement
+                for (state, _), factor in zip(updates, factors, strict=True)
+            ]
         for (state, _), step, length in zip(updates, steps, factors, strict=True):
             if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
                 for target, value in state.view.places(step.after):

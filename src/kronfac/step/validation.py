@@ -131,6 +131,27 @@ def check_curvature(adapts_damping: bool, states: Iterable[LayerState]) -> None:
             )
 
 
+def check_relative(relative: bool, rescale: str | None) -> None:
+    """Raise if the damping is a share of curvature where a number in its units is needed."""
+    if relative and rescale == "quadratic":
+        raise ValueError(
+            "rescale='quadratic' adds the damping to the curvature of the whole model, so it needs a "
+            "number or kronfac.LevenbergMarquardt(...), not damping=kronfac.Relative(...)."
+        )
+
+
+def check_mean_curvature(relative: bool, states: Iterable[LayerState]) -> None:
+    """Raise if the damping is a share of a curvature that a method does not know."""
+    if not relative:
+        return
+    for state in states:
+        if not state.block.knows_curvature:
+            raise ValueError(
+                f"damping=kronfac.Relative(...) is a share of the mean curvature, which layer "
+                f"{state.name!r} ({state.block.label}) does not know; give damping=1e-3, for example."
+            )
+
+
 def check_stagger(stagger: bool, adapts_interval: bool) -> None:
     """Raise if layers are to be refreshed one after another, but together as well."""
     if stagger and adapts_interval:

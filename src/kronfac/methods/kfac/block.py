@@ -81,6 +81,7 @@ class KFACBlock(Block):
         dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
         self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
         self.undamped = self.solver == "eigen"
+        self.knows_curvature = True
         marks = {"diagonal": " diag", "identity": " = I"}
         forms = [f"{side}{marks[form]}" for side, form in self.forms.items() if form in marks]
         self.label = ", ".join([self.solver, *forms])
@@ -173,10 +174,12 @@ class KFACBlock(Block):
     def _invert(
         self, side: str, given: Given, share: tuple[int, int] | None = None
     ) -> dict[str, Tensor] | None:
-        shifts = self._split_damping(given.outlines, given.damping)
+        shifts, usable = self._split_damping(given)
         inverse = self._damped_inverse(side, given.means[side], shifts[side], share)
         if inverse is None:
             return None
+        if given.relative:  # without any curvature the gradient stays as it is
+            inverse = self._or_identity(side, inverse, usable, share)
         if self.forms["G"] == "identity":
             scale = (1 / (1 + shifts["G"]))[..., None]
             inverse = inverse * (scale[..., None] if self.forms["A"] == "dense" else scale)
@@ -198,8 +201,27 @@ class KFACBlock(Block):
             return cholesky_inverse(damped)
         return newton_schulz_inverse(damped, shift)
 
-    def _split_damping(self, outlines: Tensors, damping: float) -> dict[str, Tensor]:
-        """``π√γ`` for A and ``√γ/π`` for G; ``√γ`` for both when a trace is zero. ``[*b]`` each."""
+    def _or_identity(
+        self, side: str, inverse: Tensor, usable: Tensor, share: tuple[int, int] | None
+    ) -> Tensor:
+        """The identity in place of an inverse that is not usable; one of several summands has it."""
+        dense = self.forms[side] == "dense"
+        identity = torch.ones_like(inverse)
+        if dense:
+            size = inverse.shape[-1]
+            identity = torch.eye(size, dtype=inverse.dtype, device=inverse.device)
+        if share is not None and share[0] > 0:
+            identity = torch.zeros_like(identity)
+        return torch.where(
+            usable[..., None, None] if dense else usable[..., None], inverse, identity
+        )
+
+    def _split_damping(self, given: Given) -> tuple[dict[str, Tensor], Tensor]:
+        """``π√γ`` for A and ``√γ/π`` for G, ``[*b]`` each, and whether there is curvature.
+
+        ``√γ`` for both when a trace is zero. Relative damping makes that ``√ρ`` times each mean.
+        """
+        outlines, damping = given.outlines, given.damping
         average_in = outlines["A"]
         if self.picks_columns:  # each row is one token, however rare tokens are counted
             average_in = torch.full_like(average_in, 1 / self.widths["A"])
@@ -208,11 +230,15 @@ class KFACBlock(Block):
         usable = (average_in > 0) & (average_out > 0) & torch.isfinite(ratio) & (ratio > 0)
         pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt()
         root = math.sqrt(damping)
-        return {"A": pi * root, "G": root / pi}
+        if given.relative:
+            one = torch.ones_like(ratio)
+            means = {"A": average_in, "G": average_out}
+            return {side: torch.where(usable, root * m, one) for side, m in means.items()}, usable
+        return {"A": pi * root, "G": root / pi}, usable
 
     # --- applying -------------------------------------------------------------------------------
 
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
         """See :meth:`Block.precondition`."""
         result = self._apply(solution, gradient, damping)
         raw = self.raw_columns(solution)
@@ -231,7 +257,7 @@ class KFACBlock(Block):
             return None
         return solution["A.values" if self.solver == "eigen" else "A.inverse"] == 0
 
-    def _apply(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+    def _apply(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
         if self.solver != "eigen":
             inverse = solution["A.inverse"]
             right = (
@@ -269,13 +295,23 @@ class KFACBlock(Block):
         turned = matrix if rotate_out is None else rotate_out.mT @ matrix
         return turned if rotate_in is None else turned @ rotate_in
 
-    def _damped(self, solution: Tensors, damping: float) -> Tensor:
+    def mean_curvature(self, solution: Tensors) -> Tensor:
+        """See :meth:`Block.mean_curvature`; inverses have their damping in them."""
+        if self.solver != "eigen":
+            inverse = solution["A.inverse"]
+            return torch.ones((), dtype=inverse.dtype, device=inverse.device)
+        mean = solution["A.values"].mean(-1)
+        if self.forms["G"] != "identity":
+            mean = mean * solution["G.values"].mean(-1)
+        return mean[..., None, None]
+
+    def _damped(self, solution: Tensors, damping: float | Tensor) -> Tensor:
         """Eigenvalues of ``(G ⊗ A + γI)ᵖ``, without the power in one pass."""
         values = solution["A.values"][..., None, :]
         if self.forms["G"] == "identity":
             damped = values + damping
         else:
-            shift = values.new_full((), damping)
+            shift = damping if isinstance(damping, Tensor) else values.new_full((), damping)
             damped = torch.addcmul(shift, solution["G.values"][..., None], values)
         return damped if self.power == 1 else damped.pow_(self.power)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
 from kronfac.methods.kfac.block import KFACBlock
 from kronfac.methods.kfac.unit_wise import UnitWiseBlock
 from kronfac.options.config import Options, check_choice, check_count, is_real
 from kronfac.protocol.block import Block
-from kronfac.protocol.method import Method
+from kronfac.protocol.method import Defaults, Method
 
 Sharing = Literal["expand", "reduce"]
 SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
@@ -19,6 +20,8 @@ SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
 @dataclass(frozen=True, kw_only=True)
 class KFACMethod(Method):
     """Options of :class:`kronfac.KFAC`; ``output_factor`` is false if ``G = I``."""
+
+    defaults = Defaults(damping=Relative(0.1))
 
     sharing: Sharing = "expand"
     solver: SolverOption = "auto"

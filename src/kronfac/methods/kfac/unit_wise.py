@@ -30,7 +30,7 @@ class UnitWiseBlock(Block):
     """The curvature of a norm layer whose gradient is ``[C, 1, k]``, with k = 2, or 1 without a bias."""
 
     label = "unit-wise"
-    undamped = True
+    undamped = knows_curvature = True
 
     def __init__(
         self,
@@ -63,9 +63,14 @@ class UnitWiseBlock(Block):
         vectors, values = eigen_2x2(mean)
         return {"F.values": values, "F.vectors": vectors}
 
-    def precondition(self, solution: Tensors, gradient: Tensor, damping: float) -> Tensor:
+    def mean_curvature(self, solution: Tensors) -> Tensor:
+        """See :meth:`Block.mean_curvature`; one number for all channels."""
+        return solution["F.values"].mean((-2, -1), keepdim=True)[..., None]
+
+    def precondition(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
         """See :meth:`Block.precondition`."""
-        values, vectors = solution["F.values"] + damping, solution.get("F.vectors")
+        shift = damping[..., 0] if isinstance(damping, Tensor) else damping
+        values, vectors = solution["F.values"] + shift, solution.get("F.vectors")
         if self.power != 1:
             values = values.pow(self.power)
         if vectors is None:

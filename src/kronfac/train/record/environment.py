@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kronfac.optimizer.base import version
+from kronfac.distributed.consistency import version
 from kronfac.train.launch.ranks import Ranks
 
 

@@ -1,0 +1,161 @@
+"""The optimizers of the suite, each with its three rates; the second is the one to start with.
+
+Every rival gets what it needs: Muon, Newton-Muon and SOAP before polar leave heads, embeddings, biases
+and norms to an AdamW with a rate of its own. SGD's rates are divided by the scale of the task's gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import kronfac
+from kronfac.linalg.orthogonal import nearest_orthogonal
+from kronfac.train.optim.muon import hidden_weights, muon_with_adamw
+
+from .tasks import Task
+
+#: Of the AdamW beside Muon and its relatives: right on three tasks that are not in the suite.
+OTHER_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to build an optimizer, and its rates."""
+
+    make: Callable[[nn.Module, float, Task], Any]
+    rates: tuple[float, ...]
+    by_gradient: bool = False
+
+    def rates_of(self, task: Task) -> tuple[float, ...]:
+        return tuple(rate / task.gradient if self.by_gradient else rate for rate in self.rates)
+
+
+def sgd(model: nn.Module, lr: float, task: Task) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
+
+
+def adamw(model: nn.Module, lr: float, task: Task) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+
+def muon(model: nn.Module, lr: float, task: Task) -> Any:
+    options = {"lr": lr, "momentum": 0.95, "nesterov": True, "weight_decay": 0.0}
+    return muon_with_adamw(model, options, {"lr": OTHER_RATE, "weight_decay": 0.0})
+
+
+def soap(model: nn.Module, lr: float, task: Task) -> Any:
+    from pytorch_optimizer import SOAP
+
+    return SOAP(model.parameters(), lr=lr, betas=(0.95, 0.95), weight_decay=0.0)
+
+
+class Beside:
+    """An optimizer of hidden matrices, and AdamW for the rest; the schedule acts on both."""
+
+    def __init__(self, first: Any, model: nn.Module, own: Sequence[nn.Parameter]) -> None:
+        known = set(own)
+        rest = [p for p in model.parameters() if p not in known]
+        self.members = [first]
+        if rest:
+            self.members.append(torch.optim.AdamW(rest, lr=OTHER_RATE, weight_decay=0.0))
+        self.model = model
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self.members for group in one.param_groups]
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def step(self) -> None:
+        for one in self.members:
+            one.step()
+
+
+def newton_muon(model: nn.Module, lr: float, task: Task) -> Any:
+    """Momentum, the inverse of the inputs' second moment, polar factor; ridge 0.2 of its trace."""
+    hidden = hidden_weights(model)
+    base = torch.optim.SGD([{"params": hidden}], lr=lr)
+    names = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
+    first = kronfac.KFAC(
+        model,
+        base,
+        fisher="forward",
+        solver="cholesky",
+        damping=kronfac.Relative(0.04),  # √0.04 of the input's mean
+        rescale="orthogonal",
+        decay=0.95,
+        factor_every=1,
+        refresh_every=16,
+        momentum=0.95,
+        nesterov=True,
+        include=[names[p] for p in hidden],
+        on_missing="ignore",
+    )
+    return Beside(first, model, hidden)
+
+
+class SoapPolar(torch.optim.Optimizer):
+    """SOAP's direction made orthogonal, every step, for matrices of any rank flattened to two."""
+
+    def __init__(self, params: Any, lr: float, decay: float = 0.95, every: int = 10) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "every": every})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad.reshape(len(p), -1), group)
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, decay = self.state[p], group["decay"]
+        if not state:
+            state |= {"step": 0, "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)}
+            state |= {"L": grad @ grad.T, "R": grad.T @ grad}
+            state["QL"], state["QR"] = (torch.linalg.eigh(state[side]).eigenvectors for side in "LR")
+        state["step"] += 1
+        left, right = state["QL"], state["QR"]
+        turned = left.T @ grad @ right
+        state["m"].lerp_(grad, 1 - decay)
+        state["v"].lerp_(turned.square(), 1 - decay)
+        ahead = left.T @ (decay * state["m"] + (1 - decay) * grad) @ right
+        correction = 1 - decay ** state["step"]
+        step = left @ (ahead / (state["v"] / correction).sqrt().add(1e-8)) @ right.T
+        rows, columns = step.shape
+        step = nearest_orthogonal(step) * max(1.0, rows / columns) ** 0.5
+        p.add_(step.reshape(p.shape), alpha=-group["lr"])
+        state["L"].lerp_(grad @ grad.T, 1 - decay)
+        state["R"].lerp_(grad.T @ grad, 1 - decay)
+        if state["step"] % group["every"] == 0:
+            for side in "LR":
+                state[f"Q{side}"] = torch.linalg.qr(state[side] @ state[f"Q{side}"]).Q
+
+
+def soap_polar(model: nn.Module, lr: float, task: Task) -> Any:
+    hidden = hidden_weights(model)
+    return Beside(SoapPolar(hidden, lr), model, hidden)
+
+
+def kfac(model: nn.Module, lr: float, task: Task, **options: Any) -> Any:
+    """The README's line."""
+    from . import _explore
+
+    base = torch.optim.SGD(model.parameters(), lr=lr)
+    options = {"momentum": 0.9, "nesterov": True, **task.options, **options}
+    options = _explore.patched(options)
+    return _explore.wrapped(kronfac.KFAC(model, base, **options))
+
+
+ENTRIES = {
+    "K-FAC": Entry(kfac, (0.03, 0.1, 0.3)),
+    "SGD": Entry(sgd, (0.02, 0.05, 0.15), by_gradient=True),
+    "AdamW": Entry(adamw, (1e-3, 3e-3, 1e-2)),
+    "Muon": Entry(muon, (0.01, 0.03, 0.1)),
+    "SOAP": Entry(soap, (1e-3, 3e-3, 1e-2)),
+    "Newton-Muon": Entry(newton_muon, (0.01, 0.03, 0.1)),
+    "SOAP, polar": Entry(soap_polar, (0.01, 0.03, 0.1)),
+}

@@ -1,0 +1,214 @@
+"""The tasks of the suite: small models of many kinds, each about half a minute on one thread.
+
+They were divided before any result was looked at: defaults are chosen on `CHOSEN`, and `REPORTED` only
+shows what became of them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kronfac.train import data, models
+
+from . import nets
+
+
+@dataclass
+class Problem:
+    """A model, its loss on a training batch, and what it is judged by on test data."""
+
+    model: nn.Module
+    samples: int
+    loss: Callable[[Tensor], Tensor]
+    evaluate: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a problem is trained; `gradient` is the scale of its gradients, for SGD's rates."""
+
+    name: str
+    make: Callable[[], Problem]
+    steps: int
+    batch: int
+    measure: str
+    higher: bool = False
+    gradient: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# --- kinds of problems ---------------------------------------------------------------------------
+
+
+@cache
+def images(name: str, train: int | None = None, test: int | None = 2000) -> Any:
+    return data.load(name, train=train, test=test)
+
+
+@cache
+def text(length: int) -> Any:
+    return data.load("text", length=length, size=2_000_000, test=100)
+
+
+def classification(model: nn.Module, source: Any, flip: bool = False) -> Problem:
+    def loss(indices: Tensor) -> Tensor:
+        x, y = source.train_batch(indices)
+        if flip:
+            x = torch.where((indices % 2 == 0)[:, None, None, None], x, x.flip(-1))
+        return F.cross_entropy(model(x), y)
+
+    def evaluate() -> float:
+        right = 0
+        for indices in torch.arange(source.num_test).split(500):
+            x, y = source.test_batch(indices)
+            right += int((model(x).argmax(1) == y).sum())
+        return 100 * right / source.num_test
+
+    return Problem(model, source.num_train, loss, evaluate)
+
+
+def autoencoder(*widths: int) -> Problem:
+    source = images("mnist")
+    model = nets.autoencoder(*widths)
+
+    def pixels(batch: Tensor) -> Tensor:
+        return (batch.flatten(1) * 0.3081 + 0.1307).clamp(0, 1)  # undo the normalisation
+
+    def loss(indices: Tensor) -> Tensor:
+        x = pixels(source.train_batch(indices)[0])
+        return F.binary_cross_entropy_with_logits(model(x), x, reduction="sum") / len(x)
+
+    def evaluate() -> float:
+        x = pixels(source.test_batch(torch.arange(source.num_test))[0])
+        return float((model(x).sigmoid() - x).square().sum(1).mean())
+
+    return Problem(model, source.num_train, loss, evaluate)
+
+
+def language(model: nn.Module, length: int) -> Problem:
+    source = text(length)
+
+    def loss(indices: Tensor) -> Tensor:
+        x, y = source.train_batch(indices)
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    def evaluate() -> float:
+        x, y = source.test_batch(torch.arange(source.num_test))
+        return float(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+
+    return Problem(model, source.num_train, loss, evaluate)
+
+
+def pendulum() -> Problem:
+    """The state of a double pendulum after a second, from its state now: a smooth, stiff regression."""
+    x, y = nets.double_pendulum(12_000)
+    train, test = slice(0, 10_000), slice(10_000, None)
+    model = nets.mlp(4, 128, 128, 128, 4, activation=nn.SiLU)
+
+    def loss(indices: Tensor) -> Tensor:
+        return F.mse_loss(model(x[train][indices]), y[train][indices])
+
+    def evaluate() -> float:
+        error = (model(x[test]) - y[test]).square().mean()
+        return float(error / y[test].var(0).mean())
+
+    return Problem(model, 10_000, loss, evaluate)
+
+
+def contrastive() -> Problem:
+    """Two views of each image among all others of the batch (InfoNCE); judged by nearest neighbours."""
+    source = images("fashion-mnist", train=20_000)
+    model = nets.encoder()
+
+    def view(x: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        shift = torch.randint(-4, 5, (2,), generator=generator).tolist()
+        moved = torch.roll(x, shift, (-2, -1))
+        noise = torch.randn(x.shape, generator=generator)
+        return moved * (0.6 + 0.8 * torch.rand(len(x), 1, 1, 1, generator=generator)) + 0.2 * noise
+
+    def loss(indices: Tensor) -> Tensor:
+        x = source.train_batch(indices)[0]
+        seed = int(indices.sum())
+        z = F.normalize(model(torch.cat([view(x, seed), view(x, seed + 1)])), dim=1)
+        first, second = z.chunk(2)
+        return F.cross_entropy(first @ second.T / 0.2, torch.arange(len(x)))
+
+    def evaluate() -> float:
+        known, labels = source.train_batch(torch.arange(4000))
+        x, y = source.test_batch(torch.arange(source.num_test))
+        near = F.normalize(model(x), dim=1) @ F.normalize(model(known), dim=1).T
+        votes = F.one_hot(labels[near.topk(10, dim=1).indices], 10).sum(1)
+        return 100 * float((votes.argmax(1) == y).double().mean())
+
+    return Problem(model, 20_000, loss, evaluate)
+
+
+# --- the tasks -----------------------------------------------------------------------------------
+
+TOKEN = {"loss_average": "token"}
+#: A sum over pixels has gradients that are some hundred times longer.
+PIXELS = 100.0
+
+CHOSEN = [
+    Task("digits MLP", lambda: classification(nets.mlp(64, 128, 64, 10), images("digits", test=None)),
+         300, 64, "accuracy", higher=True),
+    Task("Fashion-MNIST CNN", lambda: classification(models.build("cnn", num_classes=10,
+         sample_shape=(1, 28, 28)), images("fashion-mnist")), 200, 128, "accuracy", higher=True),
+    Task("Fashion-MNIST MLP, batch 16", lambda: classification(nets.mlp(784, 128, 128, 10),
+         images("fashion-mnist")), 1000, 16, "accuracy", higher=True),
+    Task("CIFAR-10 ResNet-8", lambda: classification(models.build("resnet8", num_classes=10,
+         sample_shape=(3, 32, 32)), images("cifar10", train=10_000), flip=True), 160, 128, "accuracy",
+         higher=True),
+    Task("byte GPT", lambda: language(models.build("gpt", num_classes=256, sample_shape=(64,), dim=96,
+         depth=3, heads=4, tied=False), 64), 160, 16, "loss", options=TOKEN),
+    Task("autoencoder 400-25", lambda: autoencoder(784, 400, 200, 100, 25), 200, 250,
+         "squared error", gradient=PIXELS),
+    Task("digits by rows, RNN", lambda: classification(nets.RowRNN(8, 96, 10),
+         images("digits", test=None)), 300, 64, "accuracy", higher=True),
+]
+
+REPORTED = [
+    Task("autoencoder 1000-30", lambda: autoencoder(784, 1000, 500, 250, 30), 120, 250,
+         "squared error", gradient=PIXELS),
+    Task("CIFAR-10 VGG, no norms", lambda: classification(nets.vgg(), images("cifar10", train=10_000),
+         flip=True), 200, 64, "accuracy", higher=True),
+    Task("CIFAR-10 (all) ResNet-8", lambda: classification(models.build("resnet8", num_classes=10,
+         sample_shape=(3, 32, 32)), images("cifar10"), flip=True), 200, 128, "accuracy", higher=True),
+    Task("CIFAR-10 ViT", lambda: classification(models.build("vit", num_classes=10,
+         sample_shape=(3, 32, 32), patch=4, dim=64, depth=3, heads=4),
+         images("cifar10", train=20_000), flip=True), 200, 64, "accuracy", higher=True),
+    Task("byte Llama, tied head", lambda: language(nets.Llama(96, 3, 4, tied=True), 64), 160, 16,
+         "loss", options=TOKEN),
+    Task("byte Llama, untied head", lambda: language(nets.Llama(96, 3, 4, tied=False), 64), 160, 16,
+         "loss", options=TOKEN),
+    Task("double pendulum", pendulum, 800, 256, "unexplained variance"),
+    Task("contrastive", contrastive, 150, 128, "neighbours' accuracy", higher=True),
+    Task("MNIST MLP, batch 4096", lambda: classification(nets.mlp(784, 256, 256, 10), images("mnist")),
+         60, 4096, "accuracy", higher=True),
+]
+
+TASKS = {task.name: task for task in [*CHOSEN, *REPORTED]}
+
+
+def decayed(step: int, steps: int) -> float:
+    """A warm-up of a tenth at most ten steps long, then linearly to zero."""
+    warm = min(10, max(1, steps // 10))
+    return min(1.0, (step + 1) / warm) * (steps - step) / steps
+
+
+def constant(step: int, steps: int) -> float:
+    return 1.0
+
+
+SCHEDULES = {"decay": decayed, "constant": constant}
+
+
+def is_bad(value: float) -> bool:
+    return not math.isfinite(value)
