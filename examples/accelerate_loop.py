@@ -36,8 +36,8 @@ def main() -> None:
     model = nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
     )
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = kronfac.KFAC(model, base, damping=1e-3)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kronfac.KFAC(model, base, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, arguments.steps)
     model, optimizer, data, schedule = accelerator.prepare(model, optimizer, loader(32), schedule)
 

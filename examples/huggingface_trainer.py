@@ -62,7 +62,7 @@ def main() -> None:
             model,
             arguments,
             train_dataset=sentences(2048),
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(model, lr=3e-3, damping=1e-3),
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(model, lr=0.1),
         )
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -42,8 +42,8 @@ class Digits(L.LightningModule):
         self.right.append(self.net(batch[0]).argmax(1) == batch[1])
 
     def configure_optimizers(self) -> dict:
-        base = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        optimizer = kronfac.KFAC(self.net, base, damping=1e-3)
+        base = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        optimizer = kronfac.KFAC(self.net, base, momentum=0.9, nesterov=True)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.steps)
         return {
             "optimizer": optimizer,

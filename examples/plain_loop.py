@@ -71,9 +71,9 @@ def make_model() -> Transformer:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    base = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
     # The loss is a mean over tokens, so that is what the statistics are told.
-    return kronfac.KFAC(model, base, damping=1e-3, loss_average="token")
+    return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, loss_average="token")
 
 
 def sentences(number: int) -> Tensor:

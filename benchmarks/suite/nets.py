@@ -31,7 +31,9 @@ def vgg() -> nn.Sequential:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(96 * 16, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(96 * 16, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 def encoder() -> nn.Sequential:
@@ -93,7 +95,8 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
         q, k, v = (
-            part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+            part(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))

@@ -1,7 +1,7 @@
 """The optimizers of the suite, each with its three rates; the second is the one to start with.
 
 Every rival gets what it needs: Muon, Newton-Muon and SOAP before polar leave heads, embeddings, biases
-and norms to an AdamW with a rate of its own. SGD's rates are divided by the scale of the task's gradients.
+and norms to an AdamW with a rate of its own. SGD's rates are divided by the scale of a task's gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,7 +116,9 @@ class SoapPolar(torch.optim.Optimizer):
         if not state:
             state |= {"step": 0, "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)}
             state |= {"L": grad @ grad.T, "R": grad.T @ grad}
-            state["QL"], state["QR"] = (torch.linalg.eigh(state[side]).eigenvectors for side in "LR")
+            state["QL"], state["QR"] = (
+                torch.linalg.eigh(state[side]).eigenvectors for side in "LR"
+            )
         state["step"] += 1
         left, right = state["QL"], state["QR"]
         turned = left.T @ grad @ right
@@ -141,13 +143,12 @@ def soap_polar(model: nn.Module, lr: float, task: Task) -> Any:
 
 
 def kfac(model: nn.Module, lr: float, task: Task, **options: Any) -> Any:
-    """The README's line."""
-    from . import _explore
-
+    """The README's line; `relative` is a damping relative to the curvature."""
     base = torch.optim.SGD(model.parameters(), lr=lr)
     options = {"momentum": 0.9, "nesterov": True, **task.options, **options}
-    options = _explore.patched(options)
-    return _explore.wrapped(kronfac.KFAC(model, base, **options))
+    if "relative" in options:
+        options["damping"] = kronfac.Relative(options.pop("relative"))
+    return kronfac.KFAC(model, base, **options)
 
 
 ENTRIES = {

@@ -81,8 +81,11 @@ def run_all(trials: Iterable[Trial], path: Path, workers: int = 2) -> list[dict[
             file.write(json.dumps(row) + "\n")
             file.flush()
             shown = "failed" if row["value"] is None else f"{row['value']:.3f}"
-            print(f"[{number}/{len(missing)}] {row['task']}, {row['optimizer']}, {row['rate']:g}, "
-                  f"{row['schedule']}, {row['options']}: {shown} ({row['seconds']:.0f} s)", flush=True)
+            print(
+                f"[{number}/{len(missing)}] {row['task']}, {row['optimizer']}, {row['rate']:g}, "
+                f"{row['schedule']}, {row['options']}: {shown} ({row['seconds']:.0f} s)",
+                flush=True,
+            )
     return [known[_key(asdict(trial))] for trial in wanted]
 
 

@@ -52,8 +52,9 @@ def make_network() -> nn.Module:
 def make_optimizer(model: nn.Module, distribute: str | kronfac.Hybrid) -> kronfac.KFAC:
     return kronfac.KFAC(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        damping=1e-3,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        momentum=0.9,
+        nesterov=True,
         factor_every=5,
         refresh_every=20,
         distribute=distribute,

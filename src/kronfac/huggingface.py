@@ -29,7 +29,7 @@ _NO_DECAY_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 def optimizer_cls_and_kwargs(
     model: nn.Module,
-    base: Callable[..., Optimizer] = torch.optim.AdamW,
+    base: Callable[..., Optimizer] = torch.optim.SGD,
     *,
     lr: float,
     weight_decay: float | None = None,
@@ -44,27 +44,28 @@ def optimizer_cls_and_kwargs(
 
     Args:
         model: the model that Trainer trains.
-        base: class of the optimizer that takes the step.
-        lr: its learning rate; Trainer's scheduler acts on it, ``TrainingArguments.learning_rate`` does
-            not reach optimizers that are given in this way.
+        base: class of the optimizer that takes the step. Over SGD without momentum of its own, K-FAC has
+            ``momentum=0.9`` and ``nesterov=True`` unless something else is given.
+        lr: its learning rate, 0.1 to start with; Trainer's scheduler acts on it, but
+            ``TrainingArguments.learning_rate`` does not reach optimizers that are given in this way.
         weight_decay: ``None`` leaves Trainer's groups as they are, with
             ``TrainingArguments.weight_decay``, and means zero for plain parameters. A number is for all
             but biases and norms, whose decay is zero.
-        base_options: further keywords of the base optimizer, for example ``{"betas": (0.9, 0.95)}``.
+        base_options: further keywords of the base optimizer, for example ``{"dampening": 0.1}``.
         loss_average: as in :class:`kronfac.KFAC`. The losses of transformers are means over labelled
             tokens, which Trainer takes over all micro-batches of a step: that is ``"token"``.
         **kfac_options: further keywords of :class:`kronfac.KFAC`, for example ``damping``.
     """
     check_module(model)
     if not callable(base) or isinstance(base, Optimizer):
-        raise TypeError(
-            f"base={base!r} must be an optimizer's class, torch.optim.AdamW for example."
-        )
+        raise TypeError(f"base={base!r} must be an optimizer's class, torch.optim.SGD for example.")
     check_non_negative("lr", lr)
     if weight_decay is not None:
         check_non_negative("weight_decay", weight_decay)
     if base_options is not None and not isinstance(base_options, Mapping):
         raise TypeError(f"base_options={base_options!r} must be a dict of the base's keywords.")
+    if base is torch.optim.SGD and not (base_options or {}).get("momentum"):
+        kfac_options = {"momentum": 0.9, "nesterov": True, **kfac_options}
     options = {
         "watched": model,
         "base": base,

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -19,6 +20,12 @@ Groups = Sequence[Mapping[str, Any]]
 
 #: Preconditioners whose optimizer is still there.
 _LIVE: weakref.WeakSet[Preconditioner] = weakref.WeakSet()
+
+#: Bases that divide each entry of a gradient by a measure of its size.
+_DIVIDING = (
+    *(torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+    *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.AdamW),
+)
 
 #: The value of ``kl_clip`` that says nothing, as :class:`kronfac.KFAC` has it.
 _KL_CLIP = 1e-3
@@ -37,6 +44,7 @@ def advise_on_arguments(advice: Advice, preconditioner: Preconditioner, base: Op
     if lazy is None:
         advice.give("nothing", _no_layer(preconditioner, base, groups))
     advice.give("momentum", _two_momenta(preconditioner, groups))
+    advice.give("adaptive base", _divides(preconditioner.options, base))
     advice.give("nested", _nested(base))
     advice.give("intervals", _intervals(preconditioner.schedules))
     for sentence in _without_effect(preconditioner.options, preconditioner.schedules):
@@ -52,6 +60,18 @@ def advise_on_step(advice: Advice, preconditioner: Preconditioner, base: Optimiz
 
 
 # --- at construction ----------------------------------------------------------------------------
+
+
+def _divides(options: Options, base: Optimizer) -> str | None:
+    """A base that divides each entry by its own size undoes what preconditioning has done."""
+    if not isinstance(base, _DIVIDING) or options.rescale not in ("auto", "unit", "orthogonal"):
+        return None
+    name = type(base).__name__
+    return (
+        f"{name} divides each entry of a step by its average size, which undoes K-FAC's steps: alone it "
+        "does better than under K-FAC. Give torch.optim.SGD(model.parameters(), lr=0.1) as the base, "
+        "and momentum=0.9, nesterov=True."
+    )
 
 
 def _no_layer(preconditioner: Preconditioner, base: Optimizer, groups: Groups) -> str | None:

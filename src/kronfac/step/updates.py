@@ -24,6 +24,8 @@ from kronfac.step.batching import Batches
 from kronfac.step.transforms import coherence
 
 ParamGroups = list[dict[str, Any]]
+#: Length of a step on which all recent gradients agree, as a multiple of Muon's.
+AGREED = 1.5
 #: A layer, and what its gradient was and has become.
 LayerUpdate = tuple[LayerState, Update]
 
@@ -118,9 +120,10 @@ class Updates:
         else:
             factors = own_factors(rules, steps)
         if self.options.rescale == "auto":
+            agreements = [coherence(state.buffers) for state, _ in updates]
             factors = [
-                factor if (agreement := coherence(state.buffers)) is None else factor * agreement
-                for (state, _), factor in zip(updates, factors, strict=True)
+                factor if agreement is None else factor * (AGREED * agreement)
+                for factor, agreement in zip(factors, agreements, strict=True)
             ]
         for (state, _), step, length in zip(updates, steps, factors, strict=True):
             if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
