@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import kronfac
 from kronfac.linalg.orthogonal import nearest_orthogonal
 from kronfac.train.optim.muon import hidden_weights, muon_with_adamw
-
-from .tasks import Task
+from suite.tasks import Task
 
 #: Of the AdamW beside Muon and its relatives: right on three tasks that are not in the suite.
 OTHER_RATE = 2e-3

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .optimizers import ENTRIES
-from .tasks import SCHEDULES, TASKS
+from suite.optimizers import ENTRIES
+from suite.tasks import SCHEDULES, TASKS
 
 
 @dataclass(frozen=True)

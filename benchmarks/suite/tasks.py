@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kronfac.train import data, models
-
-from . import nets
+from suite import nets
 
 
 @dataclass

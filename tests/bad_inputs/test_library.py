@@ -157,7 +157,18 @@ WARNED: list[Row] = [
         "warns",
         r"momentum=0.9 comes on top .*\(momentum=0.9 in group 0\)",
     ),
-    ("momentum over AdamW", over(lambda m: AdamW(m.parameters()), momentum=0.5), "warns", "betas="),
+    (
+        "momentum over AdamW",
+        over(lambda m: AdamW(m.parameters()), momentum=0.5, rescale="graft"),
+        "warns",
+        "betas=",
+    ),
+    (
+        "over AdamW",
+        over(lambda m: AdamW(m.parameters())),
+        "warns",
+        r"AdamW divides each entry .* Give torch\.optim\.SGD",
+    ),
     (
         "kl_clip without its rule",
         build(kl_clip=0.1),
@@ -199,10 +210,15 @@ FINE: list[Row] = [
     ("exclude all on purpose", build(exclude="*"), "fine", ""),
     ("momentum here", build(momentum=0.9, nesterov=True), "fine", ""),
     ("momentum there", over(lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)), "fine", ""),
-    ("no momentum", over(lambda m: RMSprop(m.parameters()), momentum=0.9), "fine", ""),
+    (
+        "no momentum",
+        over(lambda m: RMSprop(m.parameters()), momentum=0.9, rescale="graft"),
+        "fine",
+        "",
+    ),
     (
         "betas of 0",
-        over(lambda m: AdamW(m.parameters(), betas=(0.0, 0.9)), momentum=0.9),
+        over(lambda m: AdamW(m.parameters(), betas=(0.0, 0.9)), momentum=0.9, rescale="graft"),
         "fine",
         "",
     ),

@@ -47,9 +47,8 @@ def test_a_checkpoint_from_before_methods_had_options_of_their_own() -> None:
     with double_precision():
         model = Net()
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        optimizer = kronfac.KFAC(
-            model, base, momentum=0.9, factor_every=1, refresh_every=3, damping=0.03
-        )
+        options = {"momentum": 0.9, "factor_every": 1, "refresh_every": 3, "damping": 0.03}
+        optimizer = kronfac.KFAC(model, base, rescale="graft", **options)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         for number in range(4, 7):

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from kronfac.options.advice import Advice
-from kronfac.options.config import Options, Schedules
+from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.step.pipeline import Preconditioner
 
 Groups = Sequence[Mapping[str, Any]]
@@ -177,7 +177,13 @@ def _without_effect(options: Options, schedules: Schedules) -> Iterable[str]:
 def _intervals(schedules: Schedules) -> str | None:
     """Solving old statistics again changes nothing, unless the damping does."""
     factor, refresh = schedules.get("factor_every"), schedules.get("refresh_every")
-    if callable(factor) or callable(refresh) or callable(schedules.get("damping")):
+    damping = schedules.given("damping")
+    changes = (
+        callable(damping)
+        or callable(getattr(damping, "share", None))
+        or is_adaptive(schedules.get("damping"))
+    )
+    if callable(factor) or callable(refresh) or changes:
         return None
     if refresh >= factor:
         return None

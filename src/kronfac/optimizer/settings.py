@@ -16,6 +16,9 @@ from kronfac.options.config import (
 )
 from kronfac.protocol.method import Defaults, Method
 
+#: The damping of quadratic steps if none is given: they need one in units of the loss's curvature.
+_QUADRATIC_DAMPING = 1e-3
+
 
 def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
     """Every common keyword with its value, in the order in which help shows them."""
@@ -23,6 +26,8 @@ def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
     unknown = [name for name in common if name not in values]
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; choose among {', '.join(values)}.")
+    if common.get("rescale") == "quadratic":
+        values["damping"] = _QUADRATIC_DAMPING
     return {**values, **common}
 
 

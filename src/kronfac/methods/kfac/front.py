@@ -24,8 +24,9 @@ class KFAC(Preconditioned):
     Args:
         model: the model to watch: plain or wrapped.
         base_optimizer: what takes the step: SGD, AdamW, RMSprop, NAdam, ...
-        damping: γ in ``(G ⊗ A + γI)⁻¹``, in units of the loss's curvature; a
-            :class:`kronfac.LevenbergMarquardt` adapts itself and needs ``step(closure)``.
+        damping: γ in ``(G ⊗ A + γI)⁻¹``: :class:`kronfac.Relative` to each layer's mean curvature, or a
+            number in units of the loss's curvature. A :class:`kronfac.LevenbergMarquardt` adapts itself
+            and needs ``step(closure)``.
         factor_every: steps between updates of the statistics.
         refresh_every: steps between renewals of the solutions; a :class:`kronfac.StaleInterval` adapts
             itself to how fast the statistics change.
@@ -43,10 +44,9 @@ class KFAC(Preconditioned):
             ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"orthogonal"``
             (as Muon's: the nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and
             momentum from a quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and
-            :meth:`observe`). ``"auto"`` is ``"orthogonal"`` for convolutions and for linear layers of
-            models that attend or have embeddings, ``"unit"`` for other linear layers, a root mean
-            square of 1 for each token's vector, and ``"graft"`` for norms; it is ``None`` with a damping
-            that adapts itself.
+            :meth:`observe`). ``"auto"`` is ``"orthogonal"`` for matrices, a root mean square of 1 for
+            each token and of 0.1 for norms, all of it shorter where recent gradients disagree; it is
+            ``"kl-clip"`` with a damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.

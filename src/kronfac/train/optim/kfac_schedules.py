@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kronfac.adaptive.interval import StaleInterval
+from kronfac.adaptive.relative import Relative
 from kronfac.options.config import check_fraction, check_positive
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
@@ -42,11 +43,14 @@ class Steps:
 
 def as_callable(
     name: str, value: Any, steps_per_epoch: int
-) -> float | int | Callable[[int], Any] | StaleInterval:
+) -> float | int | Callable[[int], Any] | StaleInterval | Relative:
     """A number as it is, a table ``{ start, factor, epochs }`` as a function of the step.
 
-    Intervals may also be ``"stale"`` or ``{ stale = 0.1, maximum = 50 }``: they adapt themselves.
+    Intervals may also be ``"stale"`` or ``{ stale = 0.1, maximum = 50 }``: they adapt themselves. A
+    damping ``{ relative = 0.1 }`` is a share of each layer's curvature.
     """
+    if name == "damping" and isinstance(value, Mapping) and "relative" in value:
+        return _relative(value)
     if SCHEDULED.get(name) and (
         value == "stale" or (isinstance(value, Mapping) and "stale" in value)
     ):
@@ -89,6 +93,15 @@ def _check_values(name: str, steps: Steps) -> None:
         except ValueError as error:
             table = f"start = {steps.start:g}, factor = {steps.factor:g}"
             raise UserError(f"the schedule of {name} ({table}) {when}: {error}") from error
+
+
+def _relative(value: Mapping[str, Any]) -> Relative:
+    if len(value) > 1:
+        raise UserError(f"damping = {dict(value)!r} must be {{ relative = 0.1 }} and nothing else.")
+    try:
+        return Relative(_number(value["relative"]))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"damping = {dict(value)!r}: {error}") from error
 
 
 def _stale(name: str, value: Any) -> StaleInterval:

@@ -1,0 +1,120 @@
+"""The suite's tables, from its runs."""
+
+import json
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from suite.tasks import CHOSEN, REPORTED, TASKS, Task
+
+Rows = Sequence[dict[str, Any]]
+ORDER = ["K-FAC", "SGD", "AdamW", "Muon", "SOAP", "Newton-Muon", "SOAP, polar"]
+DEFAULT = 0.1
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return "diverged"
+    return f"{value:.1f}" if value >= 20 else f"{value:.2f}" if value >= 1 else f"{value:.4f}"
+
+
+def better(task: Task, first: float | None, second: float | None) -> bool:
+    if first is None or second is None:
+        return second is None and first is not None
+    return first > second if task.higher else first < second
+
+
+def values(
+    rows: Rows, task: Task, optimizer: str, schedule: str = "decay"
+) -> dict[float, float | None]:
+    """By rate, the value of the first seed."""
+    return {
+        row["rate"]: row["value"]
+        for row in rows
+        if (row["task"], row["optimizer"], row["schedule"]) == (task.name, optimizer, schedule)
+        and row["seed"] == 0
+        and row["options"] == "{}"
+    }
+
+
+def best_of(task: Task, found: dict[float, float | None]) -> float | None:
+    best = None
+    for value in found.values():
+        if best is None or better(task, value, best):
+            best = value
+    return best
+
+
+def at_default(rows: Rows, task: Task) -> list[float | None]:
+    """All seeds of K-FAC at its default rate."""
+    return [
+        row["value"]
+        for row in rows
+        if (row["task"], row["optimizer"], row["rate"]) == (task.name, "K-FAC", DEFAULT)
+        and row["schedule"] == "decay"
+        and row["options"] == "{}"
+    ]
+
+
+def print_tables(rows: Rows, ablation: dict[str, dict[str, Any]]) -> None:
+    _print_main(rows)
+    _print_constant(rows)
+    _print_ablation(rows, ablation)
+
+
+def _print_main(rows: Rows) -> None:
+    names = [name for name in ORDER[1:] if any(row["optimizer"] == name for row in rows)]
+    print(
+        "Best of three rates each, one seed; K-FAC also at its default rate, 0.1 (mean over seeds).\n"
+    )
+    print("| task | judged by | K-FAC at 0.1 | K-FAC | " + " | ".join(names) + " | place at 0.1 |")
+    print("|---" * (len(names) + 5) + "|")
+    places = []
+    for part, tasks in (("chosen on", CHOSEN), ("only reported", REPORTED)):
+        print(f"| *{part}* |" + " |" * (len(names) + 4))
+        for task in tasks:
+            own = [one for one in at_default(rows, task) if one is not None]
+            default = mean(own) if own else None
+            mine = best_of(task, values(rows, task, "K-FAC"))
+            others = [best_of(task, values(rows, task, name)) for name in names]
+            place = 1 + sum(better(task, other, default) for other in others)
+            places.append(place)
+            cells = [shown(default), shown(mine), *map(shown, others), str(place)]
+            print(f"| {task.name} | {task.measure} | " + " | ".join(cells) + " |")
+    first, count = places.count(1), len(places)
+    print(
+        f"\nAt its default rate K-FAC is ahead of every other's best on {first} of {count} tasks,"
+    )
+    print(f"and second on {places.count(2)}.\n")
+
+
+def _print_constant(rows: Rows) -> None:
+    print("Without a schedule (constant rate): K-FAC at 0.1, SGD and AdamW at the best of three.\n")
+    print("| task | judged by | K-FAC at 0.1 | K-FAC | SGD | AdamW |")
+    print("|---|---|---|---|---|---|")
+    for task in TASKS.values():
+        mine = values(rows, task, "K-FAC", "constant")
+        if not mine:
+            continue
+        cells = [mine.get(DEFAULT), best_of(task, mine)]
+        cells += [best_of(task, values(rows, task, name, "constant")) for name in ("SGD", "AdamW")]
+        print(f"| {task.name} | {task.measure} | " + " | ".join(map(shown, cells)) + " |")
+    print()
+
+
+def _print_ablation(rows: Rows, ablation: dict[str, dict[str, Any]]) -> None:
+    print("What each part gives: K-FAC at 0.1 with one thing changed, one seed.\n")
+    print("| | " + " | ".join(task.name for task in CHOSEN) + " |")
+    print("|---" * (len(CHOSEN) + 1) + "|")
+    for name, options in ablation.items():
+        text = json.dumps(options, sort_keys=True)
+        cells = []
+        for task in CHOSEN:
+            found = [
+                row["value"]
+                for row in rows
+                if (row["task"], row["optimizer"], row["options"]) == (task.name, "K-FAC", text)
+                and (row["rate"], row["seed"], row["schedule"]) == (DEFAULT, 0, "decay")
+            ]
+            cells.append(shown(found[0]) if found else "")
+        print(f"| {name} | " + " | ".join(cells) + " |")
