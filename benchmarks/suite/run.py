@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/suite/run.py [stage ...]
 
-Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `seeds` (three of K-FAC's default rate, of its best and
-of each task's best rival), `constant` (no schedule: K-FAC, SGD, AdamW), `ablation`, `table`. Without
-arguments all of them. Runs that are in `results/suite.jsonl` are not repeated.
+Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `seeds` (three of K-FAC's default rate, of its
+best and of each task's best rival), `constant` (no schedule: K-FAC, SGD, AdamW), `ablation`, `table`.
+Without arguments all of them. Runs that are in `results/suite.jsonl` are not repeated.
 """
 
 import json
