@@ -1,6 +1,6 @@
 """One argument for ``transformers.Trainer``; nothing of transformers is imported here.
 
-    Trainer(model, arguments, ..., optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(model, lr=1e-3))
+    Trainer(model, arguments, ..., optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(model, lr=0.1))
 
 Trainer makes its optimizer from a class and keywords, out of parameters that it has already split into
 those with weight decay and those without. The class here takes the same parameters and puts K-FAC in

@@ -23,7 +23,7 @@ class KFAC(Preconditioned):
 
     Args:
         model: the model to watch: plain or wrapped.
-        base_optimizer: what takes the step: SGD, AdamW, RMSprop, NAdam, ...
+        base_optimizer: what takes the step, normally plain SGD.
         damping: γ in ``(G ⊗ A + γI)⁻¹``: :class:`kronfac.Relative` to each layer's mean curvature, or a
             number in units of the loss's curvature. A :class:`kronfac.LevenbergMarquardt` adapts itself
             and needs ``step(closure)``.
