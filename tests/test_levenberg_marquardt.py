@@ -229,6 +229,19 @@ def test_ten_rejections_in_a_row_end_training_where_it_was_good() -> None:
     assert problem.optimizer.stats()["damping_rejected"] == 10
 
 
+def test_loading_leaves_no_way_back_to_before() -> None:
+    problem = Parabola(1.0, 1.0)
+    for _ in range(3):
+        problem.optimizer.step(problem)
+    saved = (problem.model.state_dict(), problem.optimizer.state_dict())
+    problem.model.load_state_dict({"weight": torch.full((1, 1), 50.0)})
+    problem.optimizer.load_state_dict(saved[1])
+    before = problem.model.weight.item()
+    problem.optimizer.step(problem)  # a loss far above those of the last looks
+    assert abs(problem.model.weight.item() - 1) < abs(before - 1)
+    assert problem.optimizer.stats()["damping_rejected"] == 0
+
+
 def test_what_went_wrong_between_looks_is_undone_at_the_next() -> None:
     problem = Parabola(1.0, 1.0, damping=LevenbergMarquardt(1.0, every=3))
     for _ in range(3):

@@ -141,6 +141,23 @@ def test_a_layer_without_curvature_passes_its_gradient(solver: str, dead: str) -
     assert optimizer.stats()["failures"] == {"": 0}
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_inputs_without_curvature_pass_the_gradient_without_an_output_factor(solver: str) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    options = {"damping": Relative(RHO), "solver": solver, "fisher": "forward"}
+    optimizer = frozen_kfac(model, **options)
+    model(torch.zeros(5, 4)).sum().backward()
+    gradient = model.weight.grad = torch.randn(3, 4)
+    expected = gradient.clone()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+def test_the_same_text_in_every_process() -> None:
+    assert repr(Relative(0.5)) == "Relative(0.5)"
+    assert repr(Relative(lambda step: 1.0)) == "Relative(a callable)"
+
+
 def test_a_schedule_of_shares() -> None:
     model = mlp()
     optimizer = kronfac.KFAC(

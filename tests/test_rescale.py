@@ -292,6 +292,12 @@ def test_rules_with_a_fixed_length_do_not_look_at_that(rescale: str) -> None:
     assert found == pytest.approx([1.0] * 3, rel=1e-5)
 
 
+def test_one_huge_gradient_is_forgotten() -> None:
+    gradients = [torch.full((3, 3), 1e25).float(), *[torch.eye(3).float()] * 3000]
+    torch.set_default_dtype(torch.float32)
+    assert lengths_under(gradients, 0.9)[-1] == pytest.approx(1.5, rel=1e-3)
+
+
 def test_without_momentum_there_is_nothing_to_compare() -> None:
     torch.manual_seed(0)
     found = lengths_under([torch.randn(3, 3) for _ in range(3)], 0.0)

@@ -12,13 +12,21 @@ ORDER = ["K-FAC", "SGD", "AdamW", "Muon", "SOAP", "Newton-Muon", "SOAP, polar"]
 DEFAULT = 0.1
 
 
+#: In place of a value that was not measured; `None` is one of a run that diverged.
+MISSING = -1.0
+
+
 def shown(value: float | None) -> str:
     if value is None:
         return "diverged"
+    if value == MISSING:
+        return "–"
     return f"{value:.1f}" if value >= 20 else f"{value:.2f}" if value >= 1 else f"{value:.4f}"
 
 
 def better(task: Task, first: float | None, second: float | None) -> bool:
+    if MISSING in (first, second):
+        return second == MISSING and first != MISSING
     if first is None or second is None:
         return second is None and first is not None
     return first > second if task.higher else first < second
@@ -38,9 +46,9 @@ def values(
 
 
 def best_of(task: Task, found: dict[float, float | None]) -> float | None:
-    best = None
+    best: float | None = MISSING
     for value in found.values():
-        if best is None or better(task, value, best):
+        if best == MISSING or better(task, value, best):
             best = value
     return best
 
@@ -73,8 +81,9 @@ def _print_main(rows: Rows) -> None:
     for part, tasks in (("chosen on", CHOSEN), ("only reported", REPORTED)):
         print(f"| *{part}* |" + " |" * (len(names) + 4))
         for task in tasks:
-            own = [one for one in at_default(rows, task) if one is not None]
-            default = mean(own) if own else None
+            own = at_default(rows, task)
+            failed = None in own
+            default = None if failed else mean(own) if own else MISSING
             mine = best_of(task, values(rows, task, "K-FAC"))
             others = [best_of(task, values(rows, task, name)) for name in names]
             place = 1 + sum(better(task, other, default) for other in others)

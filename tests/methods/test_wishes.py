@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import kronfac
-from kronfac.protocol.block import Given, Statistic
+from kronfac.protocol.block import Given, Part, Statistic
 from tests import oracles
 from tests.distributed.equivalence import double_precision
 from tests.distributed.ranks import run
@@ -449,3 +449,58 @@ def test_a_checkpoint_of_a_layer_without_groups_loads_into_a_fresh_optimizer() -
 def test_statistics_that_cannot_be(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(Statistic((2,), "input"), **change)
+
+
+class Odd(toys.WeightsBlock):
+    """Whose parts a test chooses."""
+
+    chosen: dict[str, Part]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return self.chosen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"W": Part(("W",), ("W",), 0, every="step")}, "at least one part needs every='refresh'"),
+        ({"W": Part((), ("W",), 0)}, "part 'W' is solved from no statistic"),
+    ],
+)
+def test_parts_that_cannot_be_solved_are_refused(chosen: Any, message: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class OddMethod(toys.Toy):
+        made = type("Chosen", (Odd,), {"chosen": chosen})
+
+    model = layer()
+    with pytest.raises(ValueError, match=message):
+        kronfac.register_method(OddMethod)(model, SGD(model.parameters(), lr=0.1))
+
+
+def compressed_on_rank(rank: int) -> tuple[Tensor, Tensor]:
+    """A refresh without new rows finds the same solution again."""
+    with double_precision():
+        torch.manual_seed(0)
+        model = layer()
+        wrapped = DistributedDataParallel(model)
+        optimizer = toys.CompressedRows(
+            wrapped,
+            SGD(model.parameters(), lr=0.0),
+            distribute="comm-opt",
+            factor_every=2,
+            refresh_every=2,
+        )
+        optimizer.factor_every = lambda step: 4  # not advised, but possible
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            sample_losses(wrapped(torch.randn(4, 4))).mean().backward()
+            optimizer.step()
+            found.append(optimizer.layers[0].solution["inverse"].abs())
+        return found[0], found[2]
+
+
+def test_rows_are_compressed_once() -> None:
+    for first, again in run(2, compressed_on_rank):
+        assert_equal(first, again)

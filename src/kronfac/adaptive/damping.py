@@ -79,6 +79,12 @@ class AdaptiveDamping(Adaptive):
         self.rejections = 0
         #: Losses at the last looks.
         self.losses: deque[float] = deque(maxlen=LOOKS)
+        #: Where training stood at the last of them, to go back to.
+        self.good: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the optimizer start without a way back."""
+        return {**vars(self), "good": None}
 
     def __call__(self, step: int) -> float:
         """Return the damping, which is the same for every step until the next look."""
@@ -89,6 +95,7 @@ class AdaptiveDamping(Adaptive):
         self.current = float(self.rule.initial)
         self.trusted, self.rejections = False, 0
         self.losses.clear()
+        self.good = None
         for entry in entries:
             if "damping" in entry:
                 self.current = float(entry["damping"])
@@ -140,7 +147,8 @@ class AdaptiveDamping(Adaptive):
         """Compare the change of the loss with the one that was predicted, and adapt."""
         rule = self.rule
         self.rejections = 0
-        self.losses.append(loss)
+        if math.isfinite(loss):
+            self.losses.append(loss)
         factor = rule.omega**rule.every
         ratio = actual / predicted if predicted < 0 else -math.inf
         self.trusted = ratio >= POOR

@@ -122,7 +122,9 @@ def compare(states: Iterable[LayerState], tolerance: float) -> Tensor:
     for state in states:
         known, state.compared = state.compared, min(2, state.compared + 1)
         for name, running in state.running.items():
-            mean = running.mean() if running.statistic.combine == "sum" else None
+            statistic = running.statistic
+            comparable = statistic.combine == "sum" and not statistic.basis
+            mean = running.mean() if comparable else None
             if mean is None or not state.keeps(name):
                 continue
             before = state.history.get(name, ())

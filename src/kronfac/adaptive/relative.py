@@ -22,6 +22,10 @@ class Relative:
 
     share: float | Callable[[int], float] = 0.1
 
+    def __repr__(self) -> str:
+        """The same in every process, as ranks compare it."""
+        return f"Relative({'a callable' if callable(self.share) else self.share})"
+
     def __post_init__(self) -> None:
         if not callable(self.share):
             check_positive("share", self.share)

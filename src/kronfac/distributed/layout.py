@@ -108,7 +108,7 @@ class Layout:
 
     def is_seen_through(self, state: LayerState, part: str) -> bool:
         """Whether ranks that do not work on a layer need a part of its solution to observe it."""
-        if self.placed.grid.columns == 1:
+        if self.placed.grid.columns == 1 or self.is_local:
             return False
         return not state.block.seen_through.isdisjoint(state.block.parts[part].solution)
 

@@ -77,6 +77,7 @@ class Round:
         #: By gathered statistic, how many rows each rank contributed.
         self.shards: dict[str, list[int]] = {}
         self._newest: dict[str, float] = {}
+        self._compressed = False
         #: What is there, or is gathered, when counts have been added up, and needs no bucket.
         self.unbucketed = frozenset([*self.gathered, *self.replicated])
         self._sent: dict[str, Seen] = {}
@@ -203,7 +204,7 @@ class Round:
 
     def _gather_all(self, compress: Compress | None) -> dict[str, Tensor]:
         """Rows of all ranks, side by side: those of the newest step at which any rank had some."""
-        world = self.layout.world
+        world, self._compressed = self.layout.world, compress is not None
         times = []
         for key in self.gathered:
             state, name = self.sources[key]
@@ -235,6 +236,8 @@ class Round:
             running = state.running[name]
             if key in self.replicated or running.statistic.source == "compressed":
                 continue
+            if key in self.gathered and self._compressed:
+                continue  # what has arrived is not what was observed, which stays with its ranks
             if self.counts[key] > 0 and state.keeps(name):
                 running.sum = sums[key]
                 running.gathered_at = int(self._newest.get(key, -1))

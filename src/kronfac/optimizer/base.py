@@ -30,7 +30,6 @@ from kronfac.optimizer.hyperparameters import Hyperparameters
 from kronfac.optimizer.inspection import Inspection
 from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
 from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
-from kronfac.optimizer.snapshot import Snapshot
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
 from kronfac.options.config import Options, Schedules, is_adaptive
@@ -116,8 +115,6 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         enlist(self._preconditioner)
         self._advice, self._outputs = Advice(), Outputs(outermost(model))
         self._closures = Closures(self._advice)
-        #: Where training stood when a damping that adapts itself last looked at it.
-        self._good: Snapshot | None = None
         self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
             world = ProcessGroup(group_of(model) if process_group is None else process_group)
@@ -201,7 +198,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         """
         check_closure(closure)
         preconditioner = self._preconditioner
-        trial = Trial(preconditioner, self.base, self.param_groups, closure, self._good)
+        trial = Trial(preconditioner, self.base, self.param_groups, closure)
         loss: float | None = None
         run = partial(self._closures.run, closure, self.param_groups)
         if closure is not None:
@@ -220,7 +217,6 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         trial.choose_update()
         self._step_base()
         trial.judge()
-        self._good = trial.good
         self._closures.end_step(self.param_groups)
         preconditioner.advance()
         return loss

@@ -22,7 +22,11 @@ class Snapshot:
         self._preconditioner = preconditioner
         self._stepper = base
         self._parameters = [(p, p.detach().clone()) for p in parameters]
-        self._kept = [(b, b.detach().clone()) for b in preconditioner.model.buffers()]
+        self._kept = [
+            (module, name, buffer.detach().clone())
+            for module in preconditioner.model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         self._saved_state = {p: _copied(state) for p, state in base.state.items()}
         self._rules = {s: _copied(s.buffers) for s in preconditioner.layers.values()}
         quadratic = preconditioner.quadratic
@@ -31,8 +35,10 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Go back there; the snapshot may be used again."""
-        for target, value in [*self._parameters, *self._kept]:
+        for target, value in self._parameters:
             target.copy_(value)
+        for module, name, value in self._kept:
+            module.get_buffer(name).copy_(value)
         self._stepper.state.clear()
         for parameter, state in self._saved_state.items():
             self._stepper.state[parameter] = _copied(state)

@@ -33,13 +33,10 @@ class Trial:
         base: Optimizer,
         groups: ParamGroups,
         closure: Closure | None,
-        good: Snapshot | None,
     ) -> None:
         self._preconditioner = preconditioner
         self._stepper = base
         self._groups = groups
-        #: Where training stood at the last look.
-        self.good = good
         self._closure = closure
         damping = preconditioner.schedules.adaptive("damping")
         adaptive = damping is not None and not preconditioner.detached
@@ -89,19 +86,21 @@ class Trial:
             self._gradient = {p: _dense(p.grad) for p in self._moving()}
         if self._damping is not None:
             self._before = {p: p.detach().clone() for p in self._gradient}
-            self.good = Snapshot(self._preconditioner, self._stepper, self._parameters())
+            self._damping.good = None  # before there is another
+            self._damping.good = Snapshot(self._preconditioner, self._stepper, self._parameters())
         return loss
 
     def _look(self, loss: Any, run: Callable[[], Any]) -> Any:
         """Read the loss; if it has surged, undo what was done since the last look and try again."""
         assert self._damping is not None
         self._loss = self._mean(_number(loss, self._reason))
-        if self.good is None or not self._damping.surges(self._loss):
+        if self._damping.good is None or not self._damping.surges(self._loss):
             return loss
-        self.good.restore()
+        self._damping.good.restore()
         self._preconditioner.count("damping_rejected")
         self._damping.reject()
         self._preconditioner.capture.clear()
+        self._random = RandomState(p.device for p in self._parameters())
         loss = run()
         self._loss = self._mean(_number(loss, self._reason))
         return loss
@@ -141,10 +140,11 @@ class Trial:
             return  # a learning rate of zero says nothing about the damping
         with self._preconditioner.phases("damping"):
             predicted = float(inner(change, self._gradient)) + self._curvature(change) / 2
+            predicted = self._mean(predicted)  # the same to the last bit, since it decides
             after = self._mean(_number(self._run_again(), self._reason))
         if self._damping.rejects(self._loss, after, predicted):
-            assert self.good is not None
-            self.good.restore()
+            assert self._damping.good is not None
+            self._damping.good.restore()
             self._preconditioner.count("damping_rejected")
             self._damping.reject()
             return

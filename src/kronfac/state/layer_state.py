@@ -107,6 +107,7 @@ class LayerState:
 
     def forget_solution(self) -> None:
         """Let it be solved again at the next step, from the statistics that there are."""
+        self._curvature = None
         self.solution = self.solved_at = self.last_refresh = None
         self.has_new_statistics = True
 
@@ -138,9 +139,15 @@ class LayerState:
         for part in parts:
             described = self.block.parts[part]
             waits = described.every == "factor" and self.solved_at is not None
-            if not waits or any(self.running[name].fresh for name in described.statistics):
+            if not waits or any(self._is_fresh(name) for name in described.statistics):
                 chosen.append(part)
         return chosen
+
+    def _is_fresh(self, name: str) -> bool:
+        """Whether something new was observed; what is compressed is as new as the rows it is made of."""
+        if self.running[name].statistic.source != "compressed":
+            return self.running[name].fresh
+        return any(one.fresh for one in self.running.values() if one.statistic.combine == "gather")
 
     def names_of(self, parts: Iterable[str]) -> list[str]:
         """The statistics that some parts are solved from, and those whose outlines they need."""
@@ -178,6 +185,7 @@ class LayerState:
             else:
                 running.sum = total
         held = self.held
+        self._curvature = None  # it would keep the old solution
         self.solution = {name: after[name] for name in held if name in after} if held else None
 
     def damping(self, value: float, relative: bool) -> float | Tensor:

@@ -187,7 +187,11 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
 def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     """Whether an entry has every tensor that this rank would hold of a layer."""
     entry = _own_part(state, entry)
-    wanted = [f"{name}.sum" for name in state.running if state.keeps(name)]
+    wanted = [
+        f"{name}.sum"
+        for name, one in state.running.items()
+        if state.keeps(name) and not one.statistic.may_be_missing
+    ]
     wanted += [f"solution.{name}" for name in state.held]
     return all(key in entry for key in wanted)
 
@@ -246,7 +250,11 @@ def _load_compared(state: LayerState, entry: Mapping[str, Any]) -> None:
     """How many of the earlier statistics are true; none unless all that are kept here were read."""
     if not state.compares:
         return
-    sums = [name for name, one in state.running.items() if one.statistic.combine == "sum"]
+    sums = [
+        name
+        for name, one in state.running.items()
+        if one.statistic.combine == "sum" and not one.statistic.basis
+    ]
     kept = [name for name in sums if state.keeps(name)]
     if "compared" in entry and all(name in state.history for name in kept):
         state.compared = int(entry["compared"])

@@ -25,6 +25,7 @@ from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
+from kronfac.protocol.checks import check_block
 from kronfac.protocol.context import Context
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
@@ -110,6 +111,7 @@ class Preconditioner:
             if layer.key in self.layers or layer.weight not in trained:
                 continue
             state = LayerState(layer, self.method, self.transforms)
+            check_block(state.block)
             check_curvature(is_adaptive(self.schedules.get("damping")), [state])
             check_mean_curvature(schedules.relative_damping, [state])
             state.note = selection.notes.get(layer.name, "")
@@ -269,6 +271,8 @@ class Preconditioner:
         """Make every tensor at its final shape without giving it a meaning."""
         if self.quadratic is not None:
             self.quadratic.allocate([p for group in groups for p in group["params"]])
+        if any(state.block.draws for state in self.layers.values()):
+            self.random.allocate()
         for state in self.layers.values():
             state.allocate()
             self.observer.allocate(state.layer.weight.device)

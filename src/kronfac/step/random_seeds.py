@@ -12,10 +12,14 @@ class RandomSeeds:
     def __init__(self) -> None:
         self._generator: torch.Generator | None = None
 
-    def draw(self) -> int:
-        """A seed for this step."""
+    def allocate(self) -> None:
+        """Make the generator, for loaders that fill what exists."""
         if self._generator is None:
             self._generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def draw(self) -> int:
+        """A seed for this step."""
+        self.allocate()
         return int(torch.randint(2**62, (), generator=self._generator, device="cpu"))
 
     def entry(self) -> Tensor | None:

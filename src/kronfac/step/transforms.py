@@ -30,16 +30,17 @@ class Momentum(Transform):
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
         mu, buffers = float(self.schedules.at("momentum", at.step)), at.buffers
-        square = gradient.square().sum()
+        # Far from overflow, also when it is added up.
+        square = gradient.square().sum().clamp(max=torch.finfo(gradient.dtype).max * 2.0**-20)
         news = torch.stack([torch.ones_like(square), square])
+        if "coherence" in buffers:
+            buffers["coherence"].mul_(mu).add_(news)
+        else:  # a checkpoint of version 0.1 has a buffer of many gradients, but not how they agreed
+            buffers["coherence"] = news / (1 - mu) if "momentum" in buffers else news
         if "momentum" in buffers:
             buffers["momentum"].mul_(mu).add_(gradient)
         else:
             buffers["momentum"] = gradient.clone(memory_format=torch.contiguous_format)
-        if "coherence" in buffers:
-            buffers["coherence"].mul_(mu).add_(news)
-        else:
-            buffers["coherence"] = news
         held = buffers["momentum"]
         return gradient + mu * held if self.nesterov else held
 
@@ -55,5 +56,5 @@ def coherence(buffers: Mapping[str, Tensor]) -> Tensor | None:
     weight, squares = buffers["coherence"].unbind()
     most = (weight * squares).sqrt()
     ratio = buffers["momentum"].norm() / most.clamp(min=torch.finfo(most.dtype).tiny)
-    # Squares that overflow say nothing.
-    return torch.where(torch.isfinite(most), ratio.clamp(max=1), torch.ones_like(ratio))
+    # Squares that overflow, here or above, say nothing.
+    return torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio)).clamp(max=1)

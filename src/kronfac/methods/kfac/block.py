@@ -178,11 +178,11 @@ class KFACBlock(Block):
         inverse = self._damped_inverse(side, given.means[side], shifts[side], share)
         if inverse is None:
             return None
-        if given.relative:  # without any curvature the gradient stays as it is
-            inverse = self._or_identity(side, inverse, usable, share)
         if self.forms["G"] == "identity":
             scale = (1 / (1 + shifts["G"]))[..., None]
             inverse = inverse * (scale[..., None] if self.forms["A"] == "dense" else scale)
+        if given.relative:  # without any curvature the gradient stays as it is
+            inverse = self._or_identity(side, inverse, usable, share)
         return {f"{side}.inverse": inverse}
 
     def _damped_inverse(
@@ -301,6 +301,8 @@ class KFACBlock(Block):
             inverse = solution["A.inverse"]
             return torch.ones((), dtype=inverse.dtype, device=inverse.device)
         mean = solution["A.values"].mean(-1)
+        if self.picks_columns:  # each row is one token, however rare tokens are counted
+            mean = torch.full_like(mean, 1 / self.widths["A"]).where(mean > 0, 0.0)
         if self.forms["G"] != "identity":
             mean = mean * solution["G.values"].mean(-1)
         return mean[..., None, None]
