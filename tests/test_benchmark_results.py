@@ -1,6 +1,8 @@
 """Committed results are what the pages quote, and show what the pages claim."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,30 @@ def test_kfac_goes_on_gaining_where_sgd_has_stopped() -> None:
     kfac = min(steps["kfac"], key=lambda batch: (steps["kfac"][batch], batch))
     assert kfac > sgd
     assert steps["kfac"][kfac] < 0.8 * steps["kfac"][sgd]
+
+
+def suite_tables() -> list[str]:
+    """What the suite prints of its committed runs."""
+    script = ROOT / "benchmarks" / "suite" / "run.py"
+    command = [sys.executable, str(script), "table"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [line for line in printed.splitlines() if line.startswith("|")]
+
+
+def test_the_page_on_tuning_has_the_tables_of_the_suite() -> None:
+    page = (ROOT / "docs" / "tuning.md").read_text().splitlines()
+    missing = [line for line in suite_tables() if line not in page]
+    assert not missing
+
+
+def test_the_default_line_is_first_on_most_tasks_that_it_was_not_chosen_on() -> None:
+    rows = [line.strip("|").split("|") for line in suite_tables()]
+    start = next(number for number, row in enumerate(rows) if "only reported" in row[0])
+    places = []
+    for row in rows[start + 1 :]:
+        if not row[-1].strip().isdigit():
+            break
+        places.append(int(row[-1]))
+    assert len(places) == 9
+    assert places.count(1) >= 7
+    assert max(places) <= 2

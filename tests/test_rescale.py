@@ -293,9 +293,9 @@ def test_rules_with_a_fixed_length_do_not_look_at_that(rescale: str) -> None:
 
 
 def test_one_huge_gradient_is_forgotten() -> None:
-    gradients = [torch.full((3, 3), 1e25).float(), *[torch.eye(3).float()] * 3000]
+    gradients = [torch.full((3, 3), 1e25).float(), *[torch.eye(3).float()] * 200]
     torch.set_default_dtype(torch.float32)
-    assert lengths_under(gradients, 0.9)[-1] == pytest.approx(1.5, rel=1e-3)
+    assert lengths_under(gradients, 0.5)[-1] == pytest.approx(1.5, rel=1e-3)
 
 
 def test_without_momentum_there_is_nothing_to_compare() -> None:

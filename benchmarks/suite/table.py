@@ -21,7 +21,7 @@ def shown(value: float | None) -> str:
         return "diverged"
     if value == MISSING:
         return "–"
-    return f"{value:.1f}" if value >= 20 else f"{value:.2f}" if value >= 1 else f"{value:.4f}"
+    return f"{value:.1f}" if value >= 20 else f"{value:.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def better(task: Task, first: float | None, second: float | None) -> bool:

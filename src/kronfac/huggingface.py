@@ -29,7 +29,7 @@ _NO_DECAY_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 def optimizer_cls_and_kwargs(
     model: nn.Module,
-    base: Callable[..., Optimizer] = torch.optim.SGD,
+    base: Callable[..., Optimizer] | None = None,
     *,
     lr: float,
     weight_decay: float | None = None,
@@ -44,8 +44,8 @@ def optimizer_cls_and_kwargs(
 
     Args:
         model: the model that Trainer trains.
-        base: class of the optimizer that takes the step. Over SGD without momentum of its own, K-FAC has
-            ``momentum=0.9`` and ``nesterov=True`` unless something else is given.
+        base: class of the optimizer that takes the step; by default SGD, with ``momentum=0.9`` and
+            ``nesterov=True`` of K-FAC's own unless something else is given.
         lr: its learning rate, 0.1 to start with; Trainer's scheduler acts on it, but
             ``TrainingArguments.learning_rate`` does not reach optimizers that are given in this way.
         weight_decay: ``None`` leaves Trainer's groups as they are, with
@@ -57,6 +57,8 @@ def optimizer_cls_and_kwargs(
         **kfac_options: further keywords of :class:`kronfac.KFAC`, for example ``damping``.
     """
     check_module(model)
+    if base is None:
+        base, kfac_options = torch.optim.SGD, {"momentum": 0.9, "nesterov": True, **kfac_options}
     if not callable(base) or isinstance(base, Optimizer):
         raise TypeError(f"base={base!r} must be an optimizer's class, torch.optim.SGD for example.")
     check_non_negative("lr", lr)
@@ -64,8 +66,6 @@ def optimizer_cls_and_kwargs(
         check_non_negative("weight_decay", weight_decay)
     if base_options is not None and not isinstance(base_options, Mapping):
         raise TypeError(f"base_options={base_options!r} must be a dict of the base's keywords.")
-    if base is torch.optim.SGD and not (base_options or {}).get("momentum"):
-        kfac_options = {"momentum": 0.9, "nesterov": True, **kfac_options}
     options = {
         "watched": model,
         "base": base,

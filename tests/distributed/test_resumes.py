@@ -118,7 +118,7 @@ def train_in_groups(rank: int, world_size: int) -> Parameters:
         model = Scaled()
         first = [model.small, *model.layer.parameters()]
         optimizer = kronfac.KFAC(
-            model, AdamW(first, lr=0.01), damping=0.1, distribute="layer-parallel"
+            model, AdamW(first, lr=0.01), damping=0.1, rescale="graft", distribute="layer-parallel"
         )
         for number in range(6):
             if number == 3:
