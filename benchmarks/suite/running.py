@@ -1,6 +1,7 @@
 """One run of one optimizer on one task, and many of them side by side, resumable."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -48,19 +49,20 @@ def train(trial: Trial, make: Callable[..., Any] | None = None) -> dict[str, Any
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * schedule(step, task.steps)
         optimizer.zero_grad()
-        loss = problem.loss(indices)
-        loss.backward()
+        loss_now = problem.loss(indices)
+        loss_now.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(loss_now.detach()))
     seconds = time.perf_counter() - started
     problem.model.eval()
     with torch.no_grad():
         value = problem.evaluate()
     last = losses[-max(1, task.steps // 20) :]
+    loss = sum(last) / len(last)
     return {
         **asdict(trial),
         "value": value if value == value and abs(value) < 1e30 else None,
-        "loss": sum(last) / len(last),
+        "loss": loss if math.isfinite(loss) else None,
         "seconds": round(seconds, 2),
     }
 
