@@ -272,15 +272,16 @@ def test_every_rank_compresses_its_own_rows(scheme: str) -> None:
         assert_equal(one, expected)
 
 
-def idle_on_rank(rank: int, idle: int) -> Tensor:
+def idle_on_rank(rank: int, idle: int, refresh_every: int) -> Tensor:
     """Rows that the idle rank keeps from the step before do not come back beside new ones."""
     with double_precision():
         torch.manual_seed(0)
         model = layer()
         options: dict[str, Any] = {"distribute": "comm-opt", "on_missing": "ignore"}
+        options["refresh_every"] = lambda step: refresh_every
         wrapped = DistributedDataParallel(model)
         optimizer = toys.SampleSpace(wrapped, SGD(model.parameters(), lr=0.0), **options)
-        for number in range(2):
+        for number in range(refresh_every + 1):
             x = torch.randn(2, 4) if number and rank == idle else torch.randn(4, 4)
             optimizer.zero_grad()
             context = optimizer.no_capture() if number and rank == idle else torch.enable_grad()
@@ -290,9 +291,10 @@ def idle_on_rank(rank: int, idle: int) -> Tensor:
         return optimizer.layers[0].solution["a"]
 
 
+@pytest.mark.parametrize("refresh_every", [1, 3])
 @pytest.mark.parametrize("idle", [0, 1])
-def test_rows_of_an_idle_rank_are_not_gathered_again(idle: int) -> None:
-    for rows in run(2, idle_on_rank, idle):
+def test_rows_of_an_idle_rank_are_not_gathered_again(idle: int, refresh_every: int) -> None:
+    for rows in run(2, idle_on_rank, idle, refresh_every):
         assert rows.shape == (4, 4)
 
 

@@ -296,10 +296,10 @@ class Preconditioner:
     def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
         state.pending.settle(state.solution)
         self._observe_gradient(state, list(state.running))
-        for name in state.running:
+        for name, running in state.running.items():
+            if running.statistic.combine == "gather" and name in state.pending.sums:
+                running.gathered_at = self.clock.step
             fold(state, name, decay, normalizer)
-            if state.running[name].statistic.combine == "gather" and state.running[name].fresh:
-                state.running[name].gathered_at = self.clock.step
 
     def _observe_gradient(self, state: LayerState, names: Collection[str]) -> None:
         """Take in those statistics of a layer that its gradient and weights show."""
