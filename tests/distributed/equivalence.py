@@ -35,9 +35,10 @@ SCHEMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how. ``options`` are those of ``kronfac.KFAC``."""
+    """What is trained and how. ``options`` are those of the optimizer, ``kronfac.<method>``."""
 
     model: str = "mlp"
+    method: str = "KFAC"
     base: str = "momentum"
     steps: int = 7
     samples: int = 12
@@ -55,7 +56,7 @@ class Case:
         default = Case()
         named = {
             name: getattr(self, name)
-            for name in ("base", "steps", "micro", "uneven", "syncs", "compiled")
+            for name in ("method", "base", "steps", "micro", "uneven", "syncs", "compiled")
             if getattr(self, name) != getattr(default, name)
         }
         pairs = [*named.items(), *self.wrap, *self.options]
@@ -63,7 +64,7 @@ class Case:
 
 
 def case(model: str = "mlp", **settings: Any) -> Case:
-    """A case; what is not a field of :class:`Case` is an option of ``kronfac.KFAC``.
+    """A case; what is not a field of :class:`Case` is an option of its method.
 
     Steps are as long as their gradients, unless the case says otherwise: a gradient that is zero but for
     rounding (that of an attention's key bias) would grow with any other length, and with AdamW once more.
@@ -120,7 +121,8 @@ def take_step(
     The loss is a mean; ``divisor`` is the number of samples that it is divided by instead.
     """
     optimizer.zero_grad()
-    exact = dict(case.options).get("fisher") in ("mc", "exact")
+    sampled = dict(case.options).get("fisher") in ("mc", "exact")
+    exact = sampled or optimizer.needs_observe  # type: ignore[attr-defined]
     pieces = list(zip(*(part.chunk(case.micro) for part in data), strict=True))
     for number, (x, y) in enumerate(pieces):
         last = number == len(pieces) - 1
@@ -144,7 +146,8 @@ def alone(case: Case) -> Outcome:
     kind = KINDS[case.model]
     with double_precision():
         model = kind.model()
-        optimizer = kronfac.KFAC(model, BASES[case.base](model), **dict(case.options))
+        make = getattr(kronfac, case.method)
+        optimizer = make(model, BASES[case.base](model), **dict(case.options))
         history = []
         for number in range(case.steps):
             take_step(model, optimizer, kind.batch(number, case.samples), case)
@@ -185,7 +188,7 @@ def on_rank(rank: int, case: Case, scheme: Any, wrapped: bool = True) -> Outcome
     model = DistributedDataParallel(model, **dict(case.wrap)) if wrapped else model
     model = compile_model(model) if case.compiled == "after" else model
     base = BASES[case.base](plain)
-    optimizer = kronfac.KFAC(model, base, distribute=scheme, **options)
+    optimizer = getattr(kronfac, case.method)(model, base, distribute=scheme, **options)
     model = compile_model(model) if case.compiled == "later" else model
     start, end = bounds(case.samples, world_size, case.uneven)[rank]
     outcome = Outcome({}, {})
