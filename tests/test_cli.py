@@ -18,12 +18,14 @@ import torch
 import kronfac
 from kronfac.cli import main
 from kronfac.placement.costs import Compute
+from kronfac.protocol import registry
 from kronfac.report.read.find import load
 from kronfac.report.read.summary import chapters
 from kronfac.runs.events import read
 from kronfac.train import comparison, planning
 from kronfac.train.recipe import files as recipe_files
 from kronfac.train.run.stepping import Stepper
+from tests.methods import toys
 from tests.train import small
 
 
@@ -402,6 +404,31 @@ def test_compare_runs_everything_and_writes_a_report(capsys: pytest.CaptureFixtu
     assert lines[0].split() == ["optimizer", "runs", "final", "reached", "steps", "seconds"]
     assert [line.split()[:2] for line in lines[1:3]] == [["sgd", "2"], ["kfac", "2"]]
     assert lines[-1] == "runs/small-compare/report.html"
+
+
+def test_compare_all_runs_every_method(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those without a table of the recipe have the line to start with."""
+    known = {"KFAC": kronfac.KFAC, "RankOne": toys.RankOne}
+    monkeypatch.setattr(registry, "_OPTIMIZERS", known)
+    arguments = ["compare", "small.toml", "--optimizers", "all", "--out", "all", "--quiet"]
+    changes = ["--set", "train.steps=4", "--set", "model.norm=false"]
+    assert main([*arguments, *changes]) == 0
+    table = capsys.readouterr().out.splitlines()[1:-2]
+    assert [line.split()[0] for line in table] == ["sgd", "adamw", "muon", "kfac", "rankone"]
+    (chapter,) = chapters(load([Path("all")])[0])
+    assert [group.label for group in chapter.groups][-1] == "RankOne"
+    config = json.loads(Path("all/small-rankone-s0/config.json").read_text())
+    assert config["settings"]["optimizer"]["lr"] == toys.RankOneMethod.line["lr"]
+
+
+def test_a_method_needs_no_table() -> None:
+    changes = ["--set", "optimizers.rankone.decay=0.25", "--set", "model.norm=false"]
+    assert main(["train", "small.toml", "--optimizer", "rankone", *changes, "--quiet"]) == 0
+    config = json.loads(Path("runs/small-rankone-s0/config.json").read_text())
+    chosen = config["settings"]["optimizer"]
+    assert (chosen["decay"], chosen["momentum"]) == (0.25, toys.RankOneMethod.line["momentum"])
 
 
 def test_compare_leaves_out_what_is_not_installed(

@@ -132,7 +132,8 @@ def _compare(subparsers: Commands) -> None:
     parser.add_argument(
         "--optimizers",
         metavar="A,B,...",
-        help="tables of the recipe; by default all whose packages are installed",
+        help="tables of the recipe or methods, or `all` for every one of both; by default all tables "
+        "whose packages are installed",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="how many (default: 1)")
     parser.add_argument(

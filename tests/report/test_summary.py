@@ -195,3 +195,11 @@ def test_what_does_not_change_the_task_stays_together(tmp_path: Path) -> None:
     make_run(tmp_path, "kfac", steps=20)
     change_settings(make_run(tmp_path, "sgd", steps=20), train={"epochs": 3.0}, data={"workers": 4})
     assert len(only_chapter(tmp_path).groups) == 2
+
+
+def test_kinds_without_a_colour_of_their_own_get_different_ones() -> None:
+    groups = [Group(str(number), f"kind{number}", (), other=number) for number in range(12)]
+    hues = sorted(group.hue for group in groups if group.hue is not None)
+    gaps = [after - before for before, after in zip(hues, [*hues[1:], hues[0] + 360], strict=True)]
+    assert min(gaps) >= 15
+    assert Group("K-FAC", "kfac", ()).hue is None

@@ -7,6 +7,7 @@ intervals, momentum, length of steps, ranks) belongs to the engine and is the sa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -32,6 +33,9 @@ class Method(ABC):
     """What a method knows of itself; it sees no rank, no hook and no parameter group."""
 
     defaults: ClassVar[Defaults] = Defaults()
+    #: Learning rate of SGD as the base, and further options, of the line to start with: what the program
+    #: takes where a recipe has no table of this method.
+    line: ClassVar[Mapping[str, Any]] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
 
     @property
     def name(self) -> str:

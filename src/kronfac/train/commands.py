@@ -64,9 +64,10 @@ def compare(options: Namespace) -> int:
     known = resuming.complete_comparison(options)
     changes = _changes(options)
     recipe = known.recipe(options.recipe, changes)
-    left_out = [] if options.optimizers is not None else _unusable(recipe)
-    names = [name for name in recipe.optimizers if name not in left_out]
-    names = names if options.optimizers is None else _names(options.optimizers, "--optimizers")
+    chosen = {None: recipe.optimizers, "all": recipe.all_optimizers}.get(options.optimizers)
+    left_out = [] if chosen is None else _unusable(recipe)
+    names = [name for name in chosen or () if name not in left_out]
+    names = names if chosen is not None else _names(options.optimizers, "--optimizers")
     if not names:
         raise UserError(f"--optimizers {options.optimizers!r} names none; leave it out for all.")
     for name in names:

@@ -74,6 +74,8 @@ class KFAC(Preconditioned):
     and may be set as attributes later; so may ``momentum``, if it was not 0.
     """
 
+    method = KFACMethod
+
     @explained(Common, KFACMethod.defaults)
     def __init__(
         self,

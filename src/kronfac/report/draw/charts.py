@@ -33,8 +33,9 @@ class Chart:
 
 def style(group: Group) -> str:
     """Colour of an optimizer's kind, with a shade and dashes for further groups of that kind."""
-    known = {"kfac", "sgd", "adamw", "adam", "muon", "soap"}
-    colour = f"var(--{group.kind if group.kind in known else 'another'})"
+    colour = f"var(--{group.kind})"
+    if group.hue is not None:
+        colour = f"light-dark(hsl({group.hue} 67% 30%), hsl({group.hue} 100% 80%))"
     if group.variant:
         shade = 22 * ((group.variant + 1) // 2 % 4)
         colour = f"color-mix(in oklab, {colour}, var(--text) {shade}%)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 import re
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ COLOURS = {
     "adam": "#42a18a",
     "muon": "#ab72fd",
     "soap": "#cd8a00",
-    "another": "#194e80",
 }
 PHASE_COLOURS = {
     "data": "#802f26",
@@ -143,7 +143,11 @@ def _line(axes: Axes, one: Curve, axis: Axis, error: bool) -> None:
 
 
 def _look(group: Group) -> tuple[str, str]:
-    return COLOURS.get(group.kind, COLOURS["another"]), _DASHES[group.variant % len(_DASHES)]
+    dashes = _DASHES[group.variant % len(_DASHES)]
+    if group.hue is None:
+        return COLOURS[group.kind], dashes
+    red, green, blue = colorsys.hls_to_rgb(group.hue / 360, 0.3, 0.67)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}", dashes
 
 
 def _say_target(axes: Axes, goal: str, height: float) -> None:

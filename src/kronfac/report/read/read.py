@@ -81,6 +81,12 @@ class Run:
         return str(self.start.get("kind") or self.optimizer)
 
     @property
+    def method(self) -> str | None:
+        """How the optimizer's method is written, if it is one of ours."""
+        named = self.start.get("method")
+        return None if named is None else str(named)
+
+    @property
     def seed(self) -> str:
         """Seed, as text; empty if unknown."""
         seed = self.start.get("seed")

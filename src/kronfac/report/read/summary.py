@@ -67,6 +67,12 @@ class Group:
     kind: str
     runs: tuple[Run, ...]
     variant: int = 0  # how many groups of the same kind come before it
+    other: int = 0  # how many kinds without a colour of their own come before it
+
+    @property
+    def hue(self) -> int | None:
+        """The colour of a kind that has none of its own, in degrees: far from those before it."""
+        return None if self.kind in NAMES else round(210 + 137.5 * self.other) % 360
 
     @property
     def metric(self) -> str:
@@ -203,9 +209,11 @@ def step_seconds(run: Run) -> float | None:
     return run.seconds / run.last_step
 
 
-def name(kind: str) -> str:
+def name(optimizer: str, run: Run | None = None) -> str:
     """What people call an optimizer."""
-    return NAMES.get(kind.lower(), kind)
+    if run is not None and run.method is not None and optimizer == run.method.lower():
+        return NAMES.get(optimizer, run.method)
+    return NAMES.get(optimizer.lower(), optimizer)
 
 
 def chapters(runs: Sequence[Run]) -> list[Chapter]:
@@ -258,9 +266,10 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         variants = list(by_name[kind, optimizer].values())
         for members, suffix in zip(variants, _differences([v[0] for v in variants]), strict=True):
             before = sum(group.kind == kind for group in groups)
-            label = name(optimizer) + suffix
+            label = name(optimizer, members[0]) + suffix
             ordered = sorted(members, key=lambda run: (len(run.seed), run.seed, run.name))
-            groups.append(Group(label, kind, tuple(ordered), before))
+            others = {group.kind for group in groups if group.kind not in NAMES} - {kind}
+            groups.append(Group(label, kind, tuple(ordered), before, len(others)))
     return groups
 
 

@@ -68,6 +68,17 @@ def methods() -> dict[str, type]:
     return {name.lower(): optimizer for name, optimizer in optimizers().items()}
 
 
+def method_name(kind: str) -> str | None:
+    """The name of a method as its authors write it, if this kind is one."""
+    found = methods().get(kind)
+    return None if found is None else found.__name__
+
+
+def starting_line(kind: str) -> dict[str, Any]:
+    """Options of a method where a recipe has no table of it."""
+    return dict(methods()[kind].method.line)  # type: ignore[attr-defined]
+
+
 def method_keys(kind: str) -> tuple[str, ...]:
     """Keywords of a method's optimizer that a recipe may set."""
     signature = inspect.signature(methods()[kind])

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
-from kronfac.train.recipe.options import check_options, kinds
+from kronfac.train.recipe.options import check_options, kinds, methods, starting_line
 from kronfac.train.recipe.tables import fill, to_table
 
-#: Kinds of optimizers; the name of a table stands for its kind.
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")
 #: Keys of a recipe that stand outside of tables.
@@ -265,17 +264,26 @@ class Recipe:
             "optimizers": optimizers,
         }
 
+    @property
+    def all_optimizers(self) -> tuple[str, ...]:
+        """Its own optimizers, then all further methods, each with the line to start with."""
+        return tuple(dict.fromkeys([*self.optimizers, *methods()]))
+
     def check_optimizer(self, name: str) -> None:
-        """Raise unless there is a table of this name."""
-        if name not in self.optimizers:
-            hint = advice(name, self.optimizers)
+        """Raise unless there is a table or a method of this name."""
+        if name not in self.all_optimizers:
+            hint = advice(name, self.all_optimizers)
             raise UserError(f"recipe {self.name!r} has no optimizer {name!r}; {hint}")
+
+    def part_of(self, name: str) -> OptimizerPart:
+        """An optimizer's own table, or that of a method with the line to start with."""
+        self.check_optimizer(name)
+        return self.optimizers.get(name) or OptimizerPart(name, name, starting_line(name))
 
     def job(self, optimizer: str | None = None, seed: int | None = None) -> Job:
         """One run: with this optimizer's own changes of [train] and [schedule]."""
         name = self.optimizer if optimizer is None else optimizer
-        self.check_optimizer(name)
-        chosen = self.optimizers[name]
+        chosen = self.part_of(name)
         train = fill(TrainPart, _merged(to_table(self.train), chosen.train), "train")
         schedule = fill(SchedulePart, _merged(to_table(self.schedule), chosen.schedule), "schedule")
         if seed is not None:
@@ -340,6 +348,8 @@ def _optimizer(
     if kind not in kinds():
         hint = advice(str(kind), kinds())
         raise UserError(f"unknown kind {kind!r} of optimizer in [{where}]; {hint}")
+    if kind in methods() and "lr" not in table:
+        table = {**starting_line(kind), **table}
     changes = _table({"train": table.pop("train", {})}, "train", where)
     changes |= {key: table.pop(key) for key in SHORT if key in table}
     shapes = _table({"schedule": table.pop("schedule", {})}, "schedule", where)

@@ -18,6 +18,7 @@ from kronfac.runs.events import EventFile, Listener, Recorder
 from kronfac.train.launch.ranks import current
 from kronfac.train.launch.signals import Interruption
 from kronfac.train.optim.composite import Composite, kfac_of
+from kronfac.train.recipe.options import method_name
 from kronfac.train.recipe.recipe import Job, Recipe
 from kronfac.train.record import environment, loggers
 from kronfac.train.record.folder import RunFolder, as_json
@@ -178,6 +179,7 @@ class _Run:
             "recipe": job.recipe,
             "optimizer": job.optimizer.name,
             "kind": job.optimizer.kind,
+            "method": method_name(job.optimizer.kind),
             "seed": job.seed,
             "world": setup.ranks.size,
             "parameters": self.loop.result.parameters,
