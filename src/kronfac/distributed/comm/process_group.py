@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,6 +41,13 @@ class ProcessGroup:
         self._collectives: dict[tuple[str, tuple[int, ...]], Collectives] = {}
         self.all = self.collectives(tuple(range(self.size)))
         self.device = _control_device(self.all.group)
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Let go of all groups; those that nobody else holds end, and their threads with them."""
+        self.parent = None
+        for one in self._collectives.values():
+            one.group = None
 
     def collectives(self, members: Sequence[int], purpose: str = "") -> Collectives:
         """The way to some of the ranks, of which this one is a member; made when first asked for.
@@ -110,6 +120,23 @@ class ProcessGroup:
                 "the ranks do not agree: " + "; ".join(problems[:3]) + ". Build the same model and "
                 "optimizer, with the same options and versions, on every rank."
             )
+
+
+#: What holds groups in this process.
+_OPEN: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the groups' threads before the interpreter: one that drops a tensor later aborts.
+
+    ``destroy_process_group`` alone does not: optimizer and model still hold their groups.
+    """
+    if not _OPEN:
+        return
+    for one in list(_OPEN):
+        one.close()
+    gc.collect()
 
 
 def _digest(described: Mapping[str, Any]) -> list[float]:
