@@ -3,7 +3,7 @@
 from typing import Any
 
 import kronfac.requirements  # noqa: F401 - first of all: it says what is missing
-from kronfac import layers
+from kronfac import layers, nn
 from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
@@ -28,6 +28,7 @@ __all__ = [
     "StaleInterval",
     "__version__",
     "layers",
+    "nn",
     "param_groups",
     "register_layer",
     "register_method",

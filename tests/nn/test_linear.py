@@ -1,0 +1,135 @@
+"""Kronecker products as layers: the same numbers as the dense matrix, which is never formed."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kronfac
+from kronfac.nn import KroneckerLinear, nearest_kronecker
+from kronfac.nn.nearest import all_shapes, default_shapes, num_parameters, relative_error
+from tests.training import assert_close
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+SHAPES = [
+    ((2, 3), (5, 4)),
+    ((5, 4), (2, 3)),
+    ((1, 1), (10, 12)),
+    ((10, 12), (1, 1)),
+    ((10, 1), (1, 12)),
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_it_is_the_product_with_the_dense_matrix(shapes: object, leading: tuple[int, ...]) -> None:
+    layer = KroneckerLinear(12, 10, shapes=shapes)
+    x = torch.randn(*leading, 12)
+    assert_close(layer(x), x @ layer.dense().T + layer.bias)
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of everything that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen.add(tuple(result.shape))
+        return result
+
+
+def test_the_matrix_is_never_formed() -> None:
+    layer = KroneckerLinear(12, 10)
+    x = torch.randn(7, 12)
+    with Shapes() as shapes:
+        layer(x).sum().backward()
+    assert all(sorted(one) != [10, 12] for one in shapes.seen)
+
+
+def test_the_cheaper_order_is_taken() -> None:
+    for one in all_shapes(12, 30):
+        layer = KroneckerLinear(30, 12, shapes=one)
+        (m1, n1), (m2, n2) = one
+        costs = {True: n1 * n2 * m2 + n1 * m1 * m2, False: m1 * n1 * n2 + m1 * n2 * m2}
+        assert costs[layer.right_first] == min(costs.values())
+
+
+def test_default_shapes_have_the_fewest_parameters_of_full_rank() -> None:
+    assert default_shapes(64, 64) == ((8, 8), (8, 8))
+    assert num_parameters(default_shapes(12, 12)) == 25
+    assert default_shapes(7, 11) in [((1, 1), (7, 11)), ((7, 11), (1, 1))]
+
+
+def test_a_fresh_product_varies_as_much_as_a_fresh_linear_layer() -> None:
+    torch.manual_seed(0)
+    ours = torch.stack([KroneckerLinear(64, 64).dense() for _ in range(30)])
+    theirs = torch.stack([nn.Linear(64, 64).weight for _ in range(30)])
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+
+
+def test_wrong_shapes_are_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"make a 6 × 4 matrix, and 10 × 12 is needed"):
+        KroneckerLinear(12, 10, shapes=((2, 2), (3, 2)))
+
+
+# --- the nearest product ---------------------------------------------------------------------
+
+
+def test_a_product_is_found_again() -> None:
+    b, c = torch.randn(2, 3), torch.randn(5, 4)
+    found = nearest_kronecker(torch.kron(b, c), ((2, 3), (5, 4)))
+    assert_close(torch.kron(*found), torch.kron(b, c))
+    assert_close(found[0].norm(), found[1].norm())
+
+
+def test_no_other_product_is_nearer() -> None:
+    """Each factor alone is a least-squares problem, and both are solved."""
+    matrix = torch.randn(10, 12)
+    b, c = nearest_kronecker(matrix, ((2, 3), (5, 4)))
+    b.requires_grad_(), c.requires_grad_()
+    distance = (matrix - torch.kron(b, c)).norm()
+    for slope in torch.autograd.grad(distance, (b, c)):
+        assert_close(slope, torch.zeros_like(slope))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        other = [one + 0.3 * torch.randn(one.shape, generator=generator) for one in (b, c)]
+        assert (matrix - torch.kron(*other)).norm() > distance
+    assert_close(relative_error(matrix, ((2, 3), (5, 4))), (distance / matrix.norm()).detach())
+
+
+def test_a_matrix_of_zeros_has_a_nearest_product() -> None:
+    b, c = nearest_kronecker(torch.zeros(4, 6), ((2, 2), (2, 3)))
+    assert_close(torch.kron(b, c), torch.zeros(4, 6))
+
+
+def test_the_nearest_layer_keeps_its_bias() -> None:
+    layer = nn.Linear(12, 10)
+    found = KroneckerLinear.nearest(layer, ((2, 3), (5, 4)))
+    assert torch.equal(found.bias, layer.bias)
+    assert_close(found.dense(), torch.kron(*nearest_kronecker(layer.weight, ((2, 3), (5, 4)))))
+
+
+# --- K-FAC -----------------------------------------------------------------------------------
+
+
+def test_kfac_preconditions_both_factors() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(KroneckerLinear(12, 12), nn.Tanh(), KroneckerLinear(12, 4))
+    optimizer = kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    names = {one.name for one in optimizer.layers}
+    assert names == {"0.left", "0.right", "2.left", "2.right"}
+    assert set(optimizer.left_out()) == {"0.bias", "2.bias"} or len(optimizer.left_out()) == 2
+    x, y = torch.randn(32, 12), torch.randint(4, (32,))
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
