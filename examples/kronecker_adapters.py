@@ -33,7 +33,9 @@ class LowRank(nn.Module):
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
+    )
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
@@ -89,7 +91,9 @@ def main() -> None:
         print(f"turned, {name + ':':<13}{trainable(one):>5} parameters {reached:.1%}")
     before = kronecker(turned[test])
     kronfac.nn.merge_adapters(kronecker)
-    print(f"merging changes outputs by at most {(kronecker(turned[test]) - before).abs().max():.0e}")
+    print(
+        f"merging changes outputs by at most {(kronecker(turned[test]) - before).abs().max():.0e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""The page and the example of Kronecker layers do what they say."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_code_of_the_page_runs() -> None:
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "kronecker-layers.md").read_text(), re.DOTALL
+    )
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert sum(p.numel() for p in names["trainable"]) == 128  # type: ignore[attr-defined]
+
+
+def test_kronecker_adapters_learn_more_than_low_rank_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runpy.run_path(str(ROOT / "examples" / "kronecker_adapters.py"), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    kronecker, low_rank = (line for line in printed if "parameters" in line)
+    assert kronecker.split()[2] == low_rank.split()[3] == "256"
+    reached = [float(line.rstrip("%").split()[-1]) for line in (kronecker, low_rank)]
+    assert reached[0] > reached[1]
+    assert float(printed[-1].split()[-1]) < 1e-4
