@@ -1,4 +1,3 @@
-"""The methods of the family with the options that change what they compute, by name of the case."""
 
 from __future__ import annotations
 
@@ -9,4 +8,8 @@ Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
     "KFAC": ("KFAC", {}),
+    "EKFAC": ("EKFAC", {}),
+    "EKFAC-gradient": ("EKFAC", {"moments": "gradient"}),
+    "EKFAC-reduce": ("EKFAC", {"sharing": "reduce", "moments_decay": 0.9}),
+    "EKFAC-narrow": ("EKFAC", {"max_dim": 5, "power": 0.5}),
 }
