@@ -10,6 +10,8 @@ from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.ekfac.method import EKFAC
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.tekfac import TEKFAC
+from kronfac.methods.tkfac import TKFAC
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -21,6 +23,8 @@ registry.register("KFAC", KFAC)
 __all__ = [
     "EKFAC",
     "KFAC",
+    "TEKFAC",
+    "TKFAC",
     "Defaults",
     "Distribute",
     "Hybrid",

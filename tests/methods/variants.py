@@ -1,3 +1,4 @@
+"""The methods of the family with the options that change what they compute, by name of the case."""
 
 from __future__ import annotations
 
@@ -12,4 +13,8 @@ VARIANTS: dict[str, Variant] = {
     "EKFAC-gradient": ("EKFAC", {"moments": "gradient"}),
     "EKFAC-reduce": ("EKFAC", {"sharing": "reduce", "moments_decay": 0.9}),
     "EKFAC-narrow": ("EKFAC", {"max_dim": 5, "power": 0.5}),
+    "TKFAC": ("TKFAC", {}),
+    "TKFAC-cholesky": ("TKFAC", {"solver": "cholesky", "sharing": "reduce"}),
+    "TEKFAC": ("TEKFAC", {}),
+    "TEKFAC-gradient": ("TEKFAC", {"moments": "gradient"}),
 }
