@@ -209,6 +209,27 @@ def test_moments_follow_the_basis() -> None:
     assert_equal(found.sum(), S.sum())
 
 
+def test_the_basis_of_what_a_factor_does_not_know_does_not_matter() -> None:
+    """A has three eigenvalues of zero, for whose eigenvectors there are many choices."""
+    block = make_block((3, 6))
+    rows = DenseRows(torch.randn(9, 2, 6)), DenseRows(torch.randn(9, 2, 3))
+    Q, turn = (torch.linalg.qr(torch.randn(d, d))[0] for d in (6, 3))
+    values = {"A.values": torch.tensor([0, 1e-17, 0, 1, 2, 3]), "G.values": torch.rand(3)}
+    after = {"A.vectors": torch.eye(6), "G.vectors": torch.eye(3)}
+    found = []
+    for unknown in (Q[:, :3], Q[:, :3] @ turn):
+        vectors = torch.cat([unknown, Q[:, 3:]], 1)
+        solution = {"A.vectors": vectors, "G.vectors": torch.eye(3), **values}
+        S = block.observe_pair(*rows, Context(solution))["S"]
+        solved = block.solve("S", Given({"S": S}, GAMMA, previous=solution))
+        assert solved is not None
+        assert_equal(solved["S"].sum(), S.sum())
+        moved = block.rebase("S", S, solution, after)
+        step = block.precondition({**solution, **solved}, torch.eye(3, 6), GAMMA)
+        found.append((moved, step))
+    torch.testing.assert_close(*found)
+
+
 def test_a_use_without_a_gradient_has_no_moments() -> None:
     block = make_block((3, 4))
     solution = {"A.vectors": torch.eye(4), "G.vectors": torch.eye(3)}

@@ -3,7 +3,9 @@
 With ``A = Q_A v_A Q_Aᵀ``, ``G = Q_G v_G Q_Gᵀ`` and ``Q = Q_G ⊗ Q_A`` the curvature is ``Q diag(S) Qᵀ``:
     ``P = Q_G [(Q_Gᵀ V Q_A) / (S + γ)] Q_Aᵀ``, K-FAC with ``S`` in the place of ``v_G v_Aᵀ``.
 Moments of samples are ``S = E[(Q_Gᵀ U Q_A)²]`` with ``U`` a sample's gradient: the diagonal of ``QᵀFQ``,
-which is what the Frobenius norm asks for. Until there are moments, ``S = v_G v_Aᵀ``.
+which is what the Frobenius norm asks for. Until there are moments, ``S = v_G v_Aᵀ``. Where a factor is
+zero (fewer rows than columns, dead inputs) any basis of the rest will do as eigenvectors. Such directions
+share their mean, so that S does not depend on which one rounding chose.
 
 Moments of gradients are ``m = E[(Q_Gᵀ V Q_A)²]`` with ``V`` the gradient of the batch. Of N independent
 samples that is ``(Var U)/N + (E U)²``: N times too small where samples disagree, and right where all of
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layers.rows import Rows, TokenRows
-from kronfac.methods.ekfac.moments import rebased, sample_moments, token_moments
+from kronfac.methods.ekfac.moments import levelled, rebased, sample_moments, token_moments
 from kronfac.methods.kfac.paired import PairedBlock
 from kronfac.protocol.block import NOTHING, Context, Cost, Given, Part, Statistic, Tensors
 
@@ -63,7 +65,8 @@ class EKFACBlock(PairedBlock):
         )
         self.moments = moments
         self.label = f"{self.label}, {moments} moments"
-        self.basis = tuple(name for name in self.solution_shapes if name.endswith("vectors"))
+        self.turned = tuple(side for side, form in self.forms.items() if form == "dense")
+        self.basis = tuple(name for name in self.solution_shapes if name[0] in self.turned)
         self.solution_shapes = {**self.solution_shapes, "S": shape}
         self.fading = decay
         if moments == "gradient":
@@ -124,8 +127,18 @@ class EKFACBlock(PairedBlock):
         """See :meth:`Block.rebase`."""
         if name == "R":
             return value
-        turns = {name[0]: after[name].mT @ before[name] for name in self.basis if name in after}
-        return rebased(value, turns.get("A"), turns.get("G"))
+        turns = {
+            side: after[f"{side}.vectors"].mT @ before[f"{side}.vectors"] for side in self.turned
+        }
+        return rebased(self._levelled(value, before), turns.get("A"), turns.get("G"))
+
+    def _levelled(self, moments: Tensor, solution: Tensors) -> Tensor:
+        """Give the directions that a factor does not know their mean, since none of them is special."""
+        if "A" in self.turned:
+            moments = levelled(moments, solution["A.values"])
+        if "G" in self.turned:
+            moments = levelled(moments.mT, solution["G.values"]).mT
+        return moments
 
     # --- solving --------------------------------------------------------------------------------
 
@@ -148,9 +161,12 @@ class EKFACBlock(PairedBlock):
         if self.moments == "gradient":
             return self._followed(given, values, start)
         moments = given.means.get("S")
-        if moments is not None and self.compares_rows:
+        if moments is None:
+            return {"S": start}
+        moments = self._levelled(moments, values)
+        if self.compares_rows:
             moments = self._per_token(moments, given.means.get("R"), values, start)
-        return {"S": start if moments is None else moments}
+        return {"S": moments.contiguous()}
 
     def _followed(self, given: Given, values: Tensors, start: Tensor) -> dict[str, Tensor]:
         """Moments of gradients that add up to K-FAC's trace, and what weight K-FAC's own still have."""
@@ -161,11 +177,12 @@ class EKFACBlock(PairedBlock):
             return {"S": start, "start": weight}
         assert self.fading is not None
         weight = weight * self.fading
+        moments = self._levelled(moments, values)
         total = moments.sum((-2, -1), keepdim=True)
         trace = super().mean_curvature(values) * math.prod(self.shape[-2:])
         scaled = moments / torch.where(total > 0, total, 1.0) * trace
         mixed = torch.where(total > 0, torch.lerp(scaled, start, weight), start)
-        return {"S": mixed, "start": weight}
+        return {"S": mixed.contiguous(), "start": weight}
 
     def _per_token(
         self, moments: Tensor, shares: Tensor | None, values: Tensors, start: Tensor

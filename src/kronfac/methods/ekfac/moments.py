@@ -62,3 +62,16 @@ def rebased(moments: Tensor, turn_in: Tensor | None, turn_out: Tensor | None) ->
     if turn_out is not None:
         moments = turn_out.square() @ moments
     return moments if turn_in is None else moments @ turn_in.square().mT
+
+
+def levelled(moments: Tensor, values: Tensor) -> Tensor:
+    """Moments ``[*b, d_out, d]`` with their mean where eigenvalues ``[*b, d]`` are zero up to rounding.
+
+    The sum over such columns does not depend on the basis of their span, and of all numbers the mean is
+    nearest to them.
+    """
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps
+    unknown = (values <= rounding * values.amax(-1, keepdim=True)).unsqueeze(-2)
+    count = unknown.sum(-1, keepdim=True).clamp(min=1)
+    mean = (moments * unknown).sum(-1, keepdim=True) / count
+    return torch.where(unknown, mean, moments)
