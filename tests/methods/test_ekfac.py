@@ -14,7 +14,7 @@ from torch.optim import SGD
 import kronfac
 from kronfac.layers.rows import DenseRows, TokenRows
 from kronfac.methods.ekfac.block import EKFACBlock
-from kronfac.methods.ekfac.moments import rebased, sample_moments, token_moments
+from kronfac.methods.ekfac.moments import add_token_moments, rebased, sample_moments
 from kronfac.methods.kfac import paired
 from kronfac.protocol.block import Context, Given
 from tests import oracles
@@ -114,6 +114,29 @@ def test_it_is_nearer_to_the_fisher_than_kfac(kind: str) -> None:
         assert (seen.F - ekfac).norm() < (seen.F - kfac).norm()
 
 
+class Twice(nn.Module):
+    """One convolution at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(torch.tanh(self.conv(x)))).mean((-2, -1))
+
+
+def test_uses_of_a_layer_make_one_gradient() -> None:
+    model, (x,) = Twice(), batches("conv", 1)
+    flat = [oracles._parameter_gradient(model.conv, loss) for loss in sample_losses(model(x))]
+    U = in_library_order(model.conv, torch.stack(flat).unflatten(1, (2, -1)))
+    optimizer = make(model, lr=0.0, refresh_every=9, decay=0.0)
+    take(optimizer, x)
+    take(optimizer, x)
+    (solution,) = solutions(optimizer)
+    turned = solution["G.vectors"].T @ U @ solution["A.vectors"]
+    assert_equal(solution["S"], turned.square().mean(0))
+
+
 def test_reduced_rows_have_the_moments_of_their_products() -> None:
     for seen, solution in moments_of_one_batch("sequence", sharing="reduce"):
         U = torch.einsum("no,ni->noi", seen.g.sum(1), seen.a.mean(1))
@@ -185,16 +208,19 @@ def test_moments_of_tokens_that_occur_several_times() -> None:
     tokens, g = torch.tensor([[0, 2, 2, 0], [1, 1, 1, 3]]), torch.randn(2, 4, 3)
     Q = torch.linalg.qr(torch.randn(3, 3))[0]
     a = TokenRows(tokens, 5, None, torch.float64).dense()
-    assert_equal(token_moments(tokens, g, 5, Q), sample_moments(a, g, None, Q))
+    found = add_token_moments(torch.zeros(3, 5), tokens, g, Q)
+    assert_equal(found, sample_moments(a, g, None, Q))
 
 
-def test_few_samples_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = make_block((3, 4))
+@pytest.mark.parametrize("picks", [False, True], ids=["rows", "tokens"])
+def test_few_samples_at_a_time_give_the_same(picks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block((3, 4), picks_columns=picks)
     solution = {"A.vectors": torch.eye(4), "G.vectors": torch.eye(3)}
-    rows = DenseRows(torch.randn(5, 2, 4)), DenseRows(torch.randn(5, 2, 3))
+    tokens = TokenRows(torch.randint(4, (5, 2)), 4, None, torch.float64)
+    rows = tokens if picks else DenseRows(torch.randn(5, 2, 4)), DenseRows(torch.randn(5, 2, 3))
     whole = block.observe_pair(*rows, Context(solution))
     monkeypatch.setattr(paired, "CHUNK", 2 * 2 * (3 + 4))
-    assert [some.samples for some, _ in block._chunks(*rows)] == [2, 2, 1]
+    assert [some.samples for some, _ in paired.chunks(*rows, 2 * (3 + 4))] == [2, 2, 1]
     torch.testing.assert_close(block.observe_pair(*rows, Context(solution)), whole)
 
 

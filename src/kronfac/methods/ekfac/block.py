@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from kronfac.layers.rows import Rows, TokenRows
-from kronfac.methods.ekfac.moments import levelled, rebased, sample_moments, token_moments
-from kronfac.methods.kfac.paired import PairedBlock
+from kronfac.methods.ekfac.moments import add_token_moments, levelled, rebased, sample_moments
+from kronfac.methods.kfac.paired import PairedBlock, chunks
 from kronfac.protocol.block import NOTHING, Context, Cost, Given, Part, Statistic, Tensors
 
 Moments = Literal["sample", "gradient"]
@@ -98,13 +98,15 @@ class EKFACBlock(PairedBlock):
             return super().observe_pair(inputs, outputs, context)
         if inputs.positions != outputs.positions or not self._has_basis(context.solution):
             return {}
-        basis = None if context.solution is None else context.solution.get("G.vectors")
-        found: Tensor | None = None
-        for some, gradients in self._chunks(inputs, outputs):
+        basis = (context.solution or {}).get("G.vectors")
+        positions, d_out = inputs.positions, self.widths["G"]
+        total: Tensor | None = None
+        for some, gradients in chunks(inputs, outputs, positions * (positions + 2 * d_out)):
             assert isinstance(some, TokenRows)
-            value = token_moments(some.tokens, gradients.dense(), inputs.width, basis)
-            found = value if found is None else found.add_(value)
-        return {} if found is None else {"S": found}
+            g = gradients.dense()
+            total = g.new_zeros(self.shape) if total is None else total
+            add_token_moments(total, some.tokens, g, basis)
+        return {} if total is None else {"S": total}
 
     def observe_rows(self, a: Tensor, g: Tensor, solution: Tensors | None) -> dict[str, Tensor]:
         """See :meth:`PairedBlock.observe_rows`."""

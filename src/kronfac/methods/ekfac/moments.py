@@ -35,8 +35,8 @@ def sample_moments(
     return gradients.square_().sum(-3)
 
 
-def token_moments(tokens: Tensor, g: Tensor, width: int, basis_out: Tensor | None) -> Tensor:
-    """The same for one-hot rows of tokens ``[N, S]`` and ``g: [N, S, d_out]``: ``[d_out, width]``.
+def add_token_moments(total: Tensor, tokens: Tensor, g: Tensor, basis_out: Tensor | None) -> Tensor:
+    """Add the same for one-hot rows of tokens ``[N, S]`` and ``g: [N, S, d_out]`` to ``[d_out, d_in]``.
 
     Column v of a sample's gradient is the sum of its ``g`` at the positions of token v. All of these
     positions find that sum, and each adds its share of the square: no gradient is formed.
@@ -44,7 +44,6 @@ def token_moments(tokens: Tensor, g: Tensor, width: int, basis_out: Tensor | Non
     same = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)).to(g.dtype)
     sums = same @ rotated(g, basis_out)
     squares = (sums.square_() / same.sum(-1, keepdim=True)).flatten(0, 1)
-    total = torch.zeros(g.shape[-1], width, dtype=g.dtype, device=g.device)
     return total.index_add_(1, tokens.flatten(), squares.mT)
 
 

@@ -36,11 +36,15 @@ class PairedBlock(KFACBlock):
         return {}
 
     def _chunks(self, inputs: Rows, outputs: Rows) -> Iterator[tuple[Rows, Rows]]:
-        """Rows of a few samples at a time."""
         *batch, d_out, d_in = self.shape
         rows = inputs.positions * (d_in + d_out)
         largest = rows if inputs.positions == 1 else max(rows, d_out * d_in)
-        size = max(1, CHUNK // (math.prod(batch) * max(largest, 1)))
-        for start in range(0, inputs.samples, size):
-            stop = min(start + size, inputs.samples)
-            yield inputs.part(start, stop), outputs.part(start, stop)
+        return chunks(inputs, outputs, math.prod(batch) * largest)
+
+
+def chunks(inputs: Rows, outputs: Rows, numbers: int) -> Iterator[tuple[Rows, Rows]]:
+    """Both sides of a few samples at a time, each of which takes so many numbers."""
+    size = max(1, CHUNK // max(1, numbers))
+    for start in range(0, inputs.samples, size):
+        stop = min(start + size, inputs.samples)
+        yield inputs.part(start, stop), outputs.part(start, stop)
