@@ -8,7 +8,10 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.ekfac.method import EKFAC
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.tekfac import TEKFAC
+from kronfac.methods.tkfac import TKFAC
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -18,7 +21,10 @@ __version__ = "0.1.0"
 
 registry.register("KFAC", KFAC)
 __all__ = [
+    "EKFAC",
     "KFAC",
+    "TEKFAC",
+    "TKFAC",
     "Defaults",
     "Distribute",
     "Hybrid",

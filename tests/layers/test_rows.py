@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kronfac.layers import Layer, find_layers
 from kronfac.layers.parameter_view import ParameterView
-from kronfac.layers.rows import DenseRows, Rows
+from kronfac.layers.rows import DenseRows, Rows, TokenRows
 from tests import oracles
 from tests.feature_order import in_library_order
 from tests.layers.cases import CASES, Case, normal
@@ -92,6 +92,48 @@ def test_counts(make: Any) -> None:
         samples, positions = rows.dense().shape[-3:-1]
         assert (rows.samples, rows.positions) == (samples, positions)
         assert rows.count == samples * positions
+
+
+@every_case
+def test_part_of_the_samples(make: Any) -> None:
+    for rows in each_side(make):
+        parts = [rows.part(n, n + 1).dense() for n in range(rows.samples)]
+        assert_equal(torch.cat(parts, -3), rows.dense())
+
+
+@every_case
+def test_uses_side_by_side(make: Any) -> None:
+    for rows in each_side(make):
+        both = rows.beside(rows)
+        assert_equal(both.dense(), torch.cat([rows.dense(), rows.dense()], -2))
+
+
+@every_case
+def test_kept_rows_outlive_what_they_were_made_from(make: Any) -> None:
+    case = make()
+    _, inputs, outputs, direction = both_sides(case)
+    expected = [inputs.dense().clone(), outputs.dense().clone()]
+    kept = [inputs.kept(), outputs.kept()]
+    with torch.no_grad():
+        case.x.zero_()
+        direction.zero_()
+    for rows, value in zip(kept, expected, strict=True):
+        assert_equal(rows.dense(), value)
+
+
+def test_tokens_are_kept_as_numbers() -> None:
+    """One-hot rows of a large vocabulary would not fit."""
+    tokens = torch.tensor([[0, 3], [2, 3], [4, 1]])
+    rows = TokenRows(tokens, 5, padding=4, dtype=torch.float64)
+    dense = rows.dense()
+    for made, value in (
+        (rows.kept(), dense),
+        (rows.part(1, 3), dense[1:]),
+        (rows.beside(rows), torch.cat([dense, dense], -2)),
+    ):
+        assert isinstance(made, TokenRows)
+        assert_equal(made.dense(), value)
+    assert isinstance(rows.beside(DenseRows(dense)), DenseRows)
 
 
 @pytest.mark.parametrize("ones", [False, True])

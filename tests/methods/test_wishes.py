@@ -199,6 +199,22 @@ def test_outputs_of_another_batch_are_refused() -> None:
         optimizer.observe(outputs[:2])
 
 
+def test_rows_that_are_held_outlive_the_batch() -> None:
+    """Loops may fill one buffer again and again, before the step too."""
+    found = []
+    for reuses in (False, True):
+        torch.manual_seed(0)
+        model = layer()
+        optimizer = toys.DenseRows(model, SGD(model.parameters(), lr=0.1))
+        buffer = torch.empty(N, 4)
+        for _ in range(2):
+            x = buffer.copy_(normal(N, 4)) if reuses else normal(N, 4)
+            (sample_losses(model(x)).mean() / 2).backward()
+        optimizer.step()
+        found.append(model.weight.detach().clone())
+    assert_equal(*found)
+
+
 # --- rows that are compressed ------------------------------------------------------------------
 
 

@@ -67,6 +67,18 @@ class Rows(ABC):
     def dense(self) -> Tensor:
         """Return all rows, ``[*b, N, S, d]``."""
 
+    def part(self, start: int, stop: int) -> Rows:
+        """The rows of samples from ``start`` to ``stop``."""
+        return DenseRows(self.dense()[..., start:stop, :, :])
+
+    def beside(self, later: Rows) -> Rows:
+        """These rows and, as further positions of the same samples, those of a later use."""
+        return DenseRows(torch.cat([self.dense(), later.dense()], dim=-2))
+
+    def kept(self) -> Rows:
+        """The same rows in memory of their own: what they were made from may be overwritten."""
+        return DenseRows(self.dense().clone())
+
     def _extend(self, values: Tensor, last: float) -> Tensor:
         """Append what a column of ones contributes."""
         if not self.ones:
@@ -102,6 +114,14 @@ class DenseRows(Rows):
     def dense(self) -> Tensor:
         """See :meth:`Rows.dense`."""
         return with_ones(self.rows) if self.ones else self.rows
+
+    def part(self, start: int, stop: int) -> Rows:
+        """See :meth:`Rows.part`."""
+        return DenseRows(self.rows[..., start:stop, :, :], self.ones)
+
+    def kept(self) -> Rows:
+        """See :meth:`Rows.kept`."""
+        return DenseRows(self.rows.clone(), self.ones)
 
 
 class PatchRows(Rows):
@@ -140,6 +160,14 @@ class PatchRows(Rows):
         rows = patches(self.x, self.window)
         return with_ones(rows) if self.ones else rows
 
+    def part(self, start: int, stop: int) -> Rows:
+        """See :meth:`Rows.part`."""
+        return PatchRows(self.x[start:stop], self.window, self.ones)
+
+    def kept(self) -> Rows:
+        """See :meth:`Rows.kept`; the input takes less memory than its patches."""
+        return PatchRows(self.x.clone(), self.window, self.ones)
+
 
 class MapRows(Rows):
     """The positions of a feature map ``[N, g·C, *spatial]``, one row of channels each."""
@@ -171,6 +199,14 @@ class MapRows(Rows):
         """See :meth:`Rows.dense`."""
         rows: Tensor = channel_rows(self.x, self.groups)
         return rows.reshape(*rows.shape[:-2], self.samples, self.positions, rows.shape[-1])
+
+    def part(self, start: int, stop: int) -> Rows:
+        """See :meth:`Rows.part`."""
+        return MapRows(self.x[start:stop], self.groups)
+
+    def kept(self) -> Rows:
+        """See :meth:`Rows.kept`."""
+        return MapRows(self.x.clone(), self.groups)
 
 
 class TokenRows(Rows):
@@ -213,6 +249,24 @@ class TokenRows(Rows):
         """See :meth:`Rows.dense`."""
         each = self.tokens.reshape(-1, 1)
         return self._counts(each).reshape(self.samples, self.positions, self.width)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """See :meth:`Rows.part`."""
+        return self._of(self.tokens[start:stop])
+
+    def beside(self, later: Rows) -> Rows:
+        """See :meth:`Rows.beside`."""
+        if not isinstance(later, TokenRows):
+            return super().beside(later)
+        return self._of(torch.cat([self.tokens, later.tokens], dim=1))
+
+    def kept(self) -> Rows:
+        """See :meth:`Rows.kept`."""
+        return self._of(self.tokens.clone())
+
+    def _of(self, tokens: Tensor) -> TokenRows:
+        """Rows of other tokens ``[N, S]``."""
+        return TokenRows(tokens, self.width, self.padding, self.dtype)
 
     def _counts(self, tokens: Tensor) -> Tensor:
         """Occurrences of each token in each row of ``tokens``: ``[L, S] -> [L, width]``."""

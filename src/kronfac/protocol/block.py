@@ -62,7 +62,8 @@ class Block(ABC):
     #: Those of them of which a triangle says all.
     symmetric_solutions: frozenset[str] = frozenset()
     #: What of each call is kept until the step: ``"none"``, since it is observed when it happens; each
-    #: sample's rows ``"summed"`` over positions and all uses in a pass; or all of its rows, ``"dense"``.
+    #: sample's rows ``"summed"`` over positions and all uses in a pass; or all of its rows, ``"dense"``,
+    #: of which patches and one-hot vectors are made only when the block asks for them.
     keeps: Literal["none", "summed", "dense"] = "none"
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.

@@ -41,7 +41,8 @@ class Pending:
         self.sums: dict[str, Tensor] = {}
         self.rows: Tensor | None = None
         self.finite: dict[Pass, Tensor] = {}
-        self.held_inputs: dict[Pass, tuple[Tensor, int]] = {}
+        #: Input rows of a pass, and what their sum over positions is to be divided by.
+        self.held_inputs: dict[Pass, tuple[Rows, int]] = {}
         self.held_outputs: dict[tuple[Pass, int], tuple[Tensor, float]] = {}
         #: Rows by draw, and what they contribute once they are added up over ranks.
         self.summed: dict[int, Summed] = {}
@@ -114,23 +115,22 @@ class Pending:
         """Keep rows until the step: summed over positions, of all uses in a pass, or side by side."""
         before = self.held_inputs.get(forward_pass)
         if self.block.keeps == "dense":
-            kept = rows.dense()
-            kept = kept if before is None else torch.cat([before[0], kept], dim=-2)
-            self.held_inputs[forward_pass] = (kept, 1)
+            kept = rows.kept()
+            self.held_inputs[forward_pass] = (before[0].beside(kept) if before else kept, 1)
             return
-        kept, positions = rows.summed(), rows.positions
+        total, positions = rows.summed().unsqueeze(-2), rows.positions
         if before is not None:
-            kept, positions = before[0] + kept, before[1] + positions
-        self.held_inputs[forward_pass] = (kept, positions)
+            total, positions = before[0].dense() + total, before[1] + positions
+        self.held_inputs[forward_pass] = (DenseRows(total), positions)
 
     def hold_output(self, rows: Rows, forward_pass: Pass, draw: int, share: float) -> None:
         """The same for output rows; several backward passes of one draw add up."""
         key = (forward_pass, draw)
         before = self.held_outputs.get(key)
-        kept = rows.dense() if self.block.keeps == "dense" else rows.summed()
+        kept = rows.kept().dense() if self.block.keeps == "dense" else rows.summed()
         if before is not None and self.block.keeps == "dense":
             inputs = self.held_inputs.get(forward_pass)
-            if inputs is not None and before[0].shape[-2] < inputs[0].shape[-2]:
+            if inputs is not None and before[0].shape[-2] < inputs[0].positions:
                 # The uses of a pass come back in the opposite order.
                 self.held_outputs[key] = (torch.cat([kept, before[0]], dim=-2), share)
                 return
@@ -156,9 +156,9 @@ class Pending:
             self.add_input(self.block.observe_input(rows, context), rows.count)
             del self.held_inputs[forward_pass]
 
-    def _input_rows(self, forward_pass: Pass) -> DenseRows:
+    def _input_rows(self, forward_pass: Pass) -> Rows:
         rows, positions = self.held_inputs[forward_pass]
-        return self._held(rows if positions == 1 else rows / positions)
+        return rows if positions == 1 else DenseRows(rows.dense() / positions)
 
     def _held(self, rows: Tensor) -> DenseRows:
         return DenseRows(rows if self.block.keeps == "dense" else rows.unsqueeze(-2))

@@ -127,8 +127,10 @@ class KFACBlock(Block):
     def parts(self) -> Mapping[str, Part]:
         """See :attr:`Block.parts`: one for each side that is kept."""
         parts = {}
-        for side in self.statistics:
-            dense = self.forms[side] == "dense"
+        for side, form in self.forms.items():
+            if form == "identity":
+                continue
+            dense = form == "dense"
             divisible = dense and self.solver == "cholesky"
             parts[side] = Part(
                 statistics=(side,),
@@ -248,7 +250,7 @@ class KFACBlock(Block):
     def signature(self) -> Hashable:
         """See :attr:`Block.signature`."""
         forms = tuple(self.forms.values())
-        kind = KFACBlock, self.shape, self.dtype, self.solver, self.power
+        kind = type(self), self.shape, self.dtype, self.solver, self.power
         return *kind, forms, self.picks_columns
 
     def raw_columns(self, solution: Tensors) -> Tensor | None:

@@ -33,10 +33,7 @@ class KFACMethod(Method):
         check_choice("sharing", self.sharing, ("expand", "reduce"))
         check_choice("solver", self.solver, ("auto", "eigen", "cholesky", "newton-schulz"))
         check_count("max_dim", self.max_dim)
-        if not is_real(self.power) or not 0 < self.power <= 1:
-            raise ValueError(
-                f"power={self.power!r} must be a number in (0, 1]: 1 or 0.5, for example."
-            )
+        check_power(self.power)
         if self.power != 1 and self.solver not in ("auto", "eigen"):
             raise ValueError(
                 f"power={self.power!r} needs eigenvalues, which solver={self.solver!r} does not find; "
@@ -45,11 +42,7 @@ class KFACMethod(Method):
 
     def check(self, options: Options) -> None:
         """See :meth:`Method.check`."""
-        if self.power != 1 and options.rescale == "quadratic":
-            raise ValueError(
-                f"power={self.power!r} does not minimise the quadratic model that "
-                "rescale='quadratic' builds; choose another rescale, or power=1."
-            )
+        check_power(self.power, options)
 
     def refusal(self, layer: Layer) -> str | None:
         """See :meth:`Method.refusal`."""
@@ -72,4 +65,15 @@ class KFACMethod(Method):
             output_factor=self.output_factor,
             per_sample=grouped and self.sharing == "reduce" and not layer.picks_columns,
             picks_columns=layer.picks_columns,
+        )
+
+
+def check_power(power: float, options: Options | None = None) -> None:
+    """Raise unless this is an exponent that makes sense, with the engine's options too."""
+    if not is_real(power) or not 0 < power <= 1:
+        raise ValueError(f"power={power!r} must be a number in (0, 1]: 1 or 0.5, for example.")
+    if power != 1 and options is not None and options.rescale == "quadratic":
+        raise ValueError(
+            f"power={power!r} does not minimise the quadratic model that rescale='quadratic' builds; "
+            "choose another rescale, or power=1."
         )
