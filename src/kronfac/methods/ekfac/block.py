@@ -199,7 +199,10 @@ class EKFACBlock(PairedBlock):
     # --- applying -------------------------------------------------------------------------------
 
     def mean_curvature(self, solution: Tensors) -> Tensor:
-        """See :meth:`Block.mean_curvature`; where it is K-FAC's, however tokens are counted."""
+        """See :meth:`Block.mean_curvature`.
+
+        K-FAC's if S has that anyway, and for embeddings, in whose S rare tokens count for more.
+        """
         if self.moments == "gradient" or self.picks_columns:
             return super().mean_curvature(solution)
         return solution["S"].mean((-2, -1), keepdim=True)
