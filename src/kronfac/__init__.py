@@ -9,6 +9,7 @@ from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.singd.method import SINGD
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 registry.register("KFAC", KFAC)
 __all__ = [
     "KFAC",
+    "SINGD",
     "Defaults",
     "Distribute",
     "Hybrid",

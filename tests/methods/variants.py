@@ -9,4 +9,12 @@ Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
     "KFAC": ("KFAC", {}),
+    "SINGD": ("SINGD", {}),
+    "SINGD diagonal": ("SINGD", {"structure": "diagonal"}),
+    "SINGD blocks": ("SINGD", {"structure": "block-diagonal", "block_dim": 3}),
+    "SINGD triangles": ("SINGD", {"structure": "lower-triangular"}),
+    "SINGD hierarchical": ("SINGD", {"structure": "hierarchical", "block_dim": 4}),
+    "SINGD toeplitz": ("SINGD", {"structure": "toeplitz"}),
+    "SINGD reduce": ("SINGD", {"sharing": "reduce"}),
+    "SINGD like K-FAC": ("SINGD", {"kfac_like": True}),
 }
