@@ -129,6 +129,8 @@ def _contribute(state: LayerState, flat: Tensor) -> None:
     for each, share in zip(rows, shares, strict=True):
         for name, value in state.block.observe_output(DenseRows(each), context).items():
             before = pending.shared_sums.get(name)
-            value = value * share
-            pending.shared_sums[name] = value if before is None else before + value
+            value = value * state.block.weight(name, share)
+            if before is not None:
+                value = pending.together(name, before, value)
+            pending.shared_sums[name] = value
     pending.shared_count = flat[-1].to(count_dtype(flat.device))

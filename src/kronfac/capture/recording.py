@@ -30,7 +30,7 @@ def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass)
     times = forward_pass.samples if broadcast else 1  # one row for each sample
     found = state.block.observe_input(rows, context_of(forward_pass, state.solution_in_use))
     if times != 1:
-        found = {name: value.mul_(times) for name, value in found.items()}
+        found = {name: value.mul_(state.block.weight(name, times)) for name, value in found.items()}
     state.pending.add_input(found, rows.count * times)
     return True
 

@@ -297,7 +297,7 @@ class Preconditioner:
         state.pending.settle(state.solution_in_use)
         self._observe_gradient(state, list(state.running))
         for name, running in state.running.items():
-            if running.statistic.combine == "gather" and name in state.pending.sums:
+            if running.statistic.combine == "gather" and state.pending.has_observed(name):
                 running.gathered_at = self.clock.step
             fold(state, name, decay, normalizer)
 
