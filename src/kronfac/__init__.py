@@ -8,6 +8,7 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.cgfac import CGFAC
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.methods.singd.method import SINGD
 from kronfac.optimizer.fronts import register_method
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 registry.register("KFAC", KFAC)
 __all__ = [
+    "CGFAC",
     "KFAC",
     "SINGD",
     "Defaults",

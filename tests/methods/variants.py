@@ -9,6 +9,9 @@ Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
     "KFAC": ("KFAC", {}),
+    "CGFAC": ("CGFAC", {}),
+    "CGFAC expand": ("CGFAC", {"sharing": "expand"}),
+    "CGFAC empirical": ("CGFAC", {"matvec": "empirical"}),
     "SINGD": ("SINGD", {}),
     "SINGD diagonal": ("SINGD", {"structure": "diagonal"}),
     "SINGD blocks": ("SINGD", {"structure": "block-diagonal", "block_dim": 3}),

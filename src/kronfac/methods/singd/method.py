@@ -70,6 +70,8 @@ class SINGDMethod(Method):
       ``lr_cov``, or divides by the largest entry of ``m`` if asked to. Here β is lowered to
       ``β‖m‖ <= ½`` with a bound of the spectral norm, which guarantees regular roots and does nothing
       near the fixed point.
+    - the code takes the blocks of a block-diagonal ``K`` for symmetric, which products of symmetric
+      matrices are not; here ``Kᵀ`` is the transpose.
     - steps are bounded by ``rescale="kl-clip"``; the paper's are ``rescale=None``.
     - ``A`` and ``G`` are those of :class:`kronfac.KFAC`, so that λ has its meaning there.
 
