@@ -8,8 +8,10 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.cgfac import CGFAC
 from kronfac.methods.ekfac.method import EKFAC
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.singd.method import SINGD
 from kronfac.methods.tekfac import TEKFAC
 from kronfac.methods.tkfac import TKFAC
 from kronfac.optimizer.fronts import register_method
@@ -21,8 +23,10 @@ __version__ = "0.1.0"
 
 registry.register("KFAC", KFAC)
 __all__ = [
+    "CGFAC",
     "EKFAC",
     "KFAC",
+    "SINGD",
     "TEKFAC",
     "TKFAC",
     "Defaults",

@@ -88,6 +88,24 @@ def test_a_layer_that_is_not_used_is_not_updated() -> None:
     assert torch.equal(states[1].solution["J"], first[1])
 
 
+@pytest.mark.parametrize("kind", ["every update", "moments of samples", "moments of gradients"])
+def test_tensors_that_loaders_make_are_no_solution(kind: str) -> None:
+    """An empty step, by which loaders make state appear: its zeros are nothing to start from."""
+    found = []
+    for empty in (True, False):
+        torch.manual_seed(0)
+        model = layer()
+        optimizer = toys.KINDS[kind](model, SGD(model.parameters(), lr=0.1))
+        if empty:
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            assert state_of(optimizer).solution is not None
+        for number in range(3):
+            take(optimizer, normal(N, 4) + number)
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+
+
 def test_parts_of_every_step_follow_the_gradient_between_refreshes() -> None:
     model = layer()
     optimizer = toys.GradientMoments(model, SGD(model.parameters(), lr=0.0))

@@ -125,10 +125,12 @@ def _contribute(state: LayerState, flat: Tensor) -> None:
     width = layer.matrix_shape[-1] if layer.unit_wise else d_out
     shares = [one.share for one in pending.summed.values()] or [1.0]
     rows = flat[:-1].reshape(len(shares), *batch, 1, -1, width)
-    context = Context(state.solution)
+    context = Context(state.solution_in_use)
     for each, share in zip(rows, shares, strict=True):
         for name, value in state.block.observe_output(DenseRows(each), context).items():
             before = pending.shared_sums.get(name)
-            value = value * share
-            pending.shared_sums[name] = value if before is None else before + value
+            value = value * state.block.weight(name, share)
+            if before is not None:
+                value = pending.together(name, before, value)
+            pending.shared_sums[name] = value
     pending.shared_count = flat[-1].to(count_dtype(flat.device))

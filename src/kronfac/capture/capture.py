@@ -178,7 +178,7 @@ class Capture:
             newest = self.edges[-1].forward_pass
             self.edges = [edge for edge in self.edges if edge.forward_pass is newest]
         for state in self.states:
-            state.pending.release_inputs(state.solution)
+            state.pending.release_inputs(state.solution_in_use)
 
     def clear(self) -> None:
         """Forget everything that is pending."""

@@ -28,9 +28,9 @@ def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass)
         state.pending.hold_input(rows, forward_pass)
         return True
     times = forward_pass.samples if broadcast else 1  # one row for each sample
-    found = state.block.observe_input(rows, context_of(forward_pass, state.solution))
+    found = state.block.observe_input(rows, context_of(forward_pass, state.solution_in_use))
     if times != 1:
-        found = {name: value.mul_(times) for name, value in found.items()}
+        found = {name: value.mul_(state.block.weight(name, times)) for name, value in found.items()}
     state.pending.add_input(found, rows.count * times)
     return True
 
@@ -57,7 +57,7 @@ def record_output(
     if state.block.holds_rows and grouped:
         state.pending.hold_output(rows, forward_pass, draw, share)
     else:
-        found = state.block.observe_output(rows, context_of(forward_pass, state.solution))
+        found = state.block.observe_output(rows, context_of(forward_pass, state.solution_in_use))
         state.pending.add_output(found, forward_pass, share)
     return True
 

@@ -111,7 +111,7 @@ class Local(Coordinator):
                     for name, mean in means.items()
                     if state.running[name].statistic.combine == "gather"
                 }
-                previous = state.solution
+                previous = state.solution_in_use
                 given = now.given(means, previous=previous, shards=shards)
                 solution = state.block.refresh(given, parts)
             yield state, solution

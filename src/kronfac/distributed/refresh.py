@@ -186,7 +186,7 @@ class Solving:
         return self.now.given(
             {name: means[name] for name in names if name in means},
             outlines=self.outlines[state],
-            previous=state.solution,
+            previous=state.solution_in_use,
             shards=shards,
         )
 

@@ -13,6 +13,7 @@ These kinds of statistics cover the family:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -85,6 +86,11 @@ class Block(ABC):
         """Tensors of the solution in which rows are observed: every rank that observes holds them."""
         statistics = self.statistics.values()
         return frozenset(name for one in statistics if not one.is_replicated for name in one.basis)
+
+    def weight(self, name: str, share: float) -> float:
+        """The factor that makes a contribution count ``share`` times: gathered rows will be squared."""
+        gathered = self.statistics[name].combine == "gather"
+        return math.sqrt(share) if gathered else share
 
     # Observing. Contributions of inputs and outputs are tensors of their own, not views of rows, since
     # sums are kept in place.

@@ -129,6 +129,11 @@ class LayerState:
         return tuple(name for name in names if name in seen)
 
     @property
+    def solution_in_use(self) -> dict[str, Tensor] | None:
+        """The solution, ``None`` before the first: loaders may have made tensors without a meaning."""
+        return self.solution if self.solved_at is not None else None
+
+    @property
     def solution_dtype(self) -> torch.dtype:
         """Precision of the solution."""
         return self.block.solution_dtype or self.layer.factor_dtype
@@ -175,7 +180,8 @@ class LayerState:
 
     def use(self, solved: Mapping[str, Tensor]) -> None:
         """Take newly solved parts into use, and express statistics in the basis that they make."""
-        before, after = self.solution, {**(self.solution or {}), **solved}
+        before = self.solution_in_use
+        after = {**(before or {}), **solved}
         for name, running in self.running.items():
             if running.sum is None or not any(one in solved for one in running.statistic.basis):
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -70,6 +69,10 @@ class Pending:
         """Whether the output side has observed anything."""
         return bool(self.finite or self.held_outputs or self.summed)
 
+    def has_observed(self, name: str) -> bool:
+        """Whether anything of a statistic has been observed."""
+        return name in self.sums or name in self.shared_sums
+
     @property
     def summed_size(self) -> int:
         """How many numbers :attr:`summed` holds."""
@@ -94,8 +97,7 @@ class Pending:
         self.versions["output"] += 1
         if share != 1:
             for name, value in contributions.items():
-                gathered = self.block.statistics[name].combine == "gather"
-                value.mul_(math.sqrt(share) if gathered else share)
+                value.mul_(self.block.weight(name, share))
         finite = self._screen(contributions)
         self._accumulate(contributions)
         before = self.finite.get(forward_pass)
@@ -209,7 +211,9 @@ class Pending:
         assert self.shared_count is not None
         total, count = self.shared_sums.pop(name), self.shared_count
         own = self.contribution(name, normalizer)
-        return (total, count) if own is None else (total + own[0], count + own[1])
+        if own is None:
+            return total, count
+        return self.together(name, total, own[0]), count + own[1]
 
     def _size(self, name: str, value: Tensor) -> Tensor:
         """A number that bounds a contribution: a second moment bounds its entries by its trace."""
@@ -265,9 +269,15 @@ class Pending:
             if before is None:
                 self.sums[name] = value
             elif self.block.statistics[name].combine == "gather":
-                self.sums[name] = torch.cat([before, value], dim=-2)
+                self.sums[name] = self.together(name, before, value)
             else:
                 before.add_(value)
+
+    def together(self, name: str, one: Tensor, other: Tensor) -> Tensor:
+        """Two contributions to a statistic: their sum, or gathered rows side by side."""
+        if self.block.statistics[name].combine == "gather":
+            return torch.cat([one, other], dim=-2)
+        return one + other
 
     def _screen(self, contributions: Mapping[str, Tensor]) -> Tensor:
         """Zero contributions that are not finite and return, on the device, whether they were."""

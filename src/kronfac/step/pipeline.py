@@ -294,10 +294,10 @@ class Preconditioner:
         self.count("factor_updates")
 
     def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
-        state.pending.settle(state.solution)
+        state.pending.settle(state.solution_in_use)
         self._observe_gradient(state, list(state.running))
         for name, running in state.running.items():
-            if running.statistic.combine == "gather" and name in state.pending.sums:
+            if running.statistic.combine == "gather" and state.pending.has_observed(name):
                 running.gathered_at = self.clock.step
             fold(state, name, decay, normalizer)
 
@@ -306,7 +306,7 @@ class Preconditioner:
         wanted = [name for name in names if state.running[name].statistic.is_replicated]
         if not wanted or not state.has_gradient or not self.coordinator.observes_gradient(state):
             return
-        block, context = state.block, Context(state.solution)
+        block, context = state.block, Context(state.solution_in_use)
         found: dict[str, Tensor] = {}
         if any(block.statistics[name].source == "gradient" for name in wanted):
             found |= block.observe_gradient(state.view.gradient(), context)

@@ -70,7 +70,8 @@ class Updates:
             with self.phases.part("precondition", state.name):
                 rate = rates.get(state.layer.weight, 0.0)
                 own = damping[state] = state.damping(value, relative)
-                at = LayerStep(step, state.buffers, state.block, state.solution, own, rate)
+                solution = state.solution_in_use
+                at = LayerStep(step, state.buffers, state.block, solution, own, rate)
                 before = self._transformed(state.view.gradient(), at)
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
