@@ -115,7 +115,8 @@ def check_lever(adapts_damping: bool, rescale: str | None) -> None:
     if adapts_damping and rescale in ("auto", "graft", "unit", "orthogonal"):
         raise ValueError(
             f"rescale={rescale!r} fixes the length of a step, so that damping=LevenbergMarquardt(...) "
-            "could not change it; build the optimizer with rescale=None, 'kl-clip' or 'quadratic'."
+            "could not change it; build the optimizer with rescale=None, 'kl-clip', 'trust-region' "
+            "or 'quadratic'."
         )
 
 
