@@ -10,6 +10,7 @@ from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.optimizer.fronts import register_method
+from kronfac.optimizer.mup import mup_init_, mup_param_groups
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
 from kronfac.protocol.method import Defaults, Method
@@ -28,6 +29,8 @@ __all__ = [
     "StaleInterval",
     "__version__",
     "layers",
+    "mup_init_",
+    "mup_param_groups",
     "param_groups",
     "register_layer",
     "register_method",

@@ -18,6 +18,8 @@ Pattern = str | type[nn.Module]
 
 Fisher = Literal["empirical", "mc", "exact", "forward"]
 Rescale = Literal["auto", "kl-clip", "trust-region", "graft", "unit", "orthogonal", "quadratic"]
+#: What damping may be a share of, layer by layer: the curvature's mean eigenvalue, or its trace.
+ShareOf = Literal["mean", "trace"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
@@ -89,8 +91,8 @@ class Ruled:
     """A schedule by a rule; users give and read the rule."""
 
     rule: Any
-    #: Whether its values are shares of each layer's mean curvature.
-    is_relative = False
+    #: What of each layer's curvature its values are shares of; ``None`` if they are no shares.
+    share_of: ShareOf | None = None
 
 
 class Adaptive(Ruled):
@@ -143,10 +145,10 @@ class Schedules:
         return value.rule if isinstance(value, Ruled) else value
 
     @property
-    def relative_damping(self) -> bool:
-        """Whether the damping is a share of each layer's mean curvature."""
+    def relative_damping(self) -> ShareOf | None:
+        """What of each layer's curvature the damping is a share of; ``None`` if it is a number."""
         value = self._values["damping"]
-        return isinstance(value, Ruled) and value.is_relative
+        return value.share_of if isinstance(value, Ruled) else None
 
     def values(self) -> dict[str, Any]:
         """All of them, as they were given."""
