@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from kronfac.layers import Layer, find_layers
 from kronfac.layers.selection import Selection, plain_name, unwrap
 from kronfac.options.config import Pattern, as_patterns, check_non_negative, is_real
-from kronfac.rescale.rules import is_matrix
 from kronfac.step.validation import check_module
 
 #: By method, the exponents ``(e_G, e_A)`` of ``G^-e_G V A^-e_A``.
@@ -36,13 +35,11 @@ _UNLIKE = "base has nothing like {!r} of the model; build both by the same funct
 
 @dataclass(frozen=True)
 class Growth:
-    """How many times wider a parameter is than in the base model, and its shape as ``(d_out, d_in)``."""
+    """How many times wider a parameter is than in the base model."""
 
     outputs: float
     inputs: float
     blocks: float = 1.0
-    matrix: tuple[int, int] = (1, 1)
-    base_matrix: tuple[int, int] = (1, 1)
 
     def rate(self, exponents: tuple[float, float]) -> float:
         """What to multiply the learning rate by."""
@@ -50,13 +47,6 @@ class Growth:
         return float(
             self.outputs ** (1 - e_out) * self.blocks ** (1 - 2 * e_out) * self.inputs ** (e_in - 1)
         )
-
-    def orthogonal_rate(self) -> float:
-        """The same for orthogonal steps of Muon's norm, which change features by ``max(1, √(n/m))``."""
-        change, base = (
-            max(1.0, math.sqrt(columns / rows)) for rows, columns in (self.matrix, self.base_matrix)
-        )
-        return base / change
 
     @property
     def initial(self) -> float:
@@ -87,9 +77,8 @@ def mup_param_groups(
         model: the model to train.
         base: the same at the width where ``lr`` was tuned; it is only looked at.
         lr: the learning rate at that width.
-        method: ``"kfac"``, ``"shampoo"`` (with its power of 1/4), ``"sgd"``, ``"orthogonal"`` for the steps
-            of ``rescale="auto"``, or the exponents ``(e_G, e_A)`` of a method of the form
-            ``G^-e_G V A^-e_A``, for example (0, 1) for ``fisher="forward"``.
+        method: ``"kfac"``, ``"shampoo"`` (with its power of 1/4), ``"sgd"``, or the exponents of a method
+            ``G^-e_G V A^-e_A`` as a pair (e_G, e_A), for example (0, 1) for ``fisher="forward"``.
         include: as given to the optimizer; what it does not precondition gets the rates of SGD.
         exclude: likewise.
         options: further options of all groups, for example ``weight_decay=1e-4``.
@@ -104,12 +93,7 @@ def mup_param_groups(
     for layer in selection.layers:
         if method == "sgd" or (layer.unit_wise and method == "shampoo"):
             continue  # Shampoo leaves norms to the base
-        growth = growths[layer.weight]
-        if exponents is not None:
-            factor = growth.rate(exponents)
-        else:  # steps of norms and embeddings have a root mean square of their own
-            factor = growth.orthogonal_rate() if is_matrix(layer) else 1.0
-        factors |= dict.fromkeys(layer.parameters, factor)
+        factors |= dict.fromkeys(layer.parameters, growths[layer.weight].rate(exponents))
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault(factors[parameter], []).append(parameter)
@@ -134,20 +118,18 @@ def mup_init_(model: nn.Module, base: nn.Module) -> None:
 
 
 def _root_mean_square(values: Tensor) -> float:
-    return float(values.detach().double().square().mean().sqrt())
+    wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return float(wide.square().mean().sqrt())
 
 
-def _exponents_of(method: str | tuple[float, float]) -> tuple[float, float] | None:
-    """``None`` for orthogonal steps."""
-    if method == "orthogonal":
-        return None
+def _exponents_of(method: str | tuple[float, float]) -> tuple[float, float]:
     if isinstance(method, str) and method in EXPONENTS:
         return EXPONENTS[method]
     if isinstance(method, tuple) and len(method) == 2 and all(map(is_real, method)):
         return method
     raise ValueError(
-        f"method={method!r} is not supported; choose 'kfac', 'shampoo', 'sgd', 'orthogonal' or "
-        "exponents (e_G, e_A), for example (0.0, 1.0)."
+        f"method={method!r} is not supported; choose 'kfac', 'shampoo', 'sgd' or exponents "
+        "(e_G, e_A), for example (0.0, 1.0)."
     )
 
 
@@ -197,7 +179,7 @@ def _by_shape(shape: tuple[int, ...], base: tuple[int, ...]) -> Growth:
 def _of_layer(layer: Layer, base: Layer) -> Growth:
     new, old = _sides(layer), _sides(base)
     outputs, inputs, blocks = (a / b for a, b in zip(new, old, strict=True))
-    return Growth(outputs, inputs, blocks, new[:2], old[:2])
+    return Growth(outputs, inputs, blocks)
 
 
 def _sides(layer: Layer) -> tuple[int, int, int]:
