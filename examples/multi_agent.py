@@ -7,10 +7,10 @@ that is nearest to it. Each has a policy and a K-FAC of its own. At every iterat
 after another in random order (HATRPO, Kuba et al. 2022; with K-FAC in place of conjugate gradients,
 HAKTR). An agent's advantage is multiplied by how much more likely the agents before it have become to do
 what they did, so that all steps together improve the team. `rescale="trust-region"` takes each step at
-α = min(lr, √(2δ / gᵀF⁻¹g)), F the Fisher matrix of the policy's own distribution: a policy changes by a KL
-divergence of about δ, whatever the scale of rewards is (here about 2δ: F takes its two layers one by
-one). So does the critic, whose outputs count as Gaussian (ACKTR, Wu et al. 2017). F is solved anew at every
-step, since an old one would promise too much.
+α = min(lr, √(2δ / gᵀF⁻¹g)), F the Fisher matrix of the policy's own distribution: a policy changes by a
+KL divergence of about δ, whatever the scale of rewards is (here about 2δ: F takes its two layers one
+by one). So does the critic, whose outputs count as Gaussian (ACKTR, Wu et al. 2017). F is solved anew at
+every step, since an old one would promise too much.
 """
 
 import argparse

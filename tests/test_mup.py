@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,22 @@ def test_other_options_are_those_of_all_groups() -> None:
     )
     assert len(groups) == 3
     assert all((g["weight_decay"], g["momentum"]) == (1e-4, 0.9) for g in groups)
+
+
+def test_the_code_of_the_page_trains() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "mup.md").read_text()
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0], names)
+    model, optimizer = names["model"], names["optimizer"]
+    x, y = torch.randn(16, 20), torch.randint(5, (16,))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
 
 
 # --- what is refused -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_the_loss_falls(script: str, tmp_path: Path) -> None:
     assert after < 0.8 * before
 
 
-def test_agents_learn_inside_their_trust_regions(tmp_path: Path) -> None:
+def test_agents_learn_by_steps_of_about_their_radius(tmp_path: Path) -> None:
     divergence, rewards = lines_of("multi_agent.py", tmp_path)
     before, after = map(float, re.findall(r"-\d+\.\d+", rewards))
     assert after > 0.8 * before  # they are negative
