@@ -25,6 +25,8 @@ import kronfac
 BASE, INPUTS, CLASSES, SAMPLES = 64, 6, 3, 8
 #: Learning rates at the width BASE.
 RATES = {"kfac": 0.1, "shampoo": 0.1, "sgd": 0.1}
+#: Dampings of K-FAC that do not follow the width.
+OTHERS = (kronfac.Relative(0.1), 0.1)
 LAYERS = ("input", "hidden", "output")
 
 
@@ -67,13 +69,13 @@ def data() -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
-def optimizer_of(method: str, model: nn.Module, groups: Any, damping: Any) -> Optimizer:
+def optimizer_of(method: str, model: nn.Module, groups: Any, **options: Any) -> Optimizer:
     if method == "sgd":
         return SGD(groups)
     if method == "shampoo":
         return Shampoo(groups, model)
     return kronfac.KFAC(
-        model, SGD(groups), rescale=None, damping=damping, factor_every=1, refresh_every=1
+        model, SGD(groups), rescale=None, factor_every=1, refresh_every=1, **options
     )
 
 
@@ -88,18 +90,17 @@ def features(model: nn.Sequential, x: Tensor) -> list[Tensor]:
 
 
 def changes(
-    method: str, width: int, *, mup: bool, seed: int = 0, steps: int = 1, damping: Any = None
+    method: str, width: int, *, mup: bool, seed: int = 0, steps: int = 1, **options: Any
 ) -> list[float]:
-    """The root mean square of the change of each layer's outputs."""
+    """The root mean square of the change of each layer's outputs; options are K-FAC's."""
     model, base = network(width, seed), network(BASE, seed + 1000)
     rate = RATES[method]
     groups: list[dict[str, Any]] = [{"params": [*model.parameters()], "lr": rate}]
     if mup:
         kronfac.mup_init_(model, base)
         groups = kronfac.mup_param_groups(model, base, lr=rate, method=method)
-    if damping is None:
-        damping = kronfac.Relative(1e-3, to="trace") if mup else kronfac.Relative(0.1)
-    optimizer = optimizer_of(method, model, groups, damping)
+        options = {"damping": kronfac.Relative(1e-3, to="trace")} | options
+    optimizer = optimizer_of(method, model, groups, **options)
     x, y = data()
     before = features(model, x)
     for _ in range(steps):
@@ -134,11 +135,18 @@ def main() -> None:
     asked = parser.parse_args()
     widths = [int(width) for width in asked.widths.split(",")]
     print("| optimizer | μP | " + " | ".join(LAYERS) + " |\n|---|---|" + "---|" * len(LAYERS))
-    for method in RATES:
-        for mup in (False, True):
-            found = slopes(method, widths, asked.seeds, mup=mup)
-            cells = " | ".join(f"{one:+.2f}" for one in found)
-            print(f"| {method} | {'with' if mup else 'without'} | {cells} |", flush=True)
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        *(
+            (method, name, {"mup": name == "with"})
+            for method in RATES
+            for name in ("without", "with")
+        ),
+        *(("kfac", f"with, but damping={one}", {"mup": True, "damping": one}) for one in OTHERS),
+    ]
+    for method, name, options in cases:
+        found = slopes(method, widths, asked.seeds, **options)
+        cells = " | ".join(f"{one:+.2f}" for one in found)
+        print(f"| {method} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

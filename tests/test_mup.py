@@ -205,6 +205,13 @@ def test_features_change_alike_up_to_a_thousand_wide(method: str) -> None:
     assert max(map(abs, slopes(method, widths, 2, mup=False))) > 0.4
 
 
+def test_features_change_alike_with_damping_of_both_factors() -> None:
+    found = [changes("kfac", width, mup=True, solver="cholesky") for width in WIDTHS]
+    assert [slope(WIDTHS, one) for one in zip(*found, strict=True)] == pytest.approx(
+        [0] * 3, abs=0.15
+    )
+
+
 def test_absolute_damping_is_too_much_for_wide_input_layers() -> None:
     found = [changes("kfac", width, mup=True, damping=0.1)[0] for width in WIDTHS]
     assert slope(WIDTHS, found) < -0.5
