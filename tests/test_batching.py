@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cholesky": {"solver": "cholesky"},
     "graft": {"rescale": "graft"},
     "kl-clip": {"rescale": "kl-clip"},
+    "trust-region": {"rescale": "trust-region"},
     "unit": {"rescale": "unit"},
     "momentum": {"momentum": 0.9, "nesterov": True},
     "staggered": {"refresh_every": 4, "stagger": True},

@@ -22,6 +22,7 @@ BAD: dict[str, list[Any]] = {
     "nesterov": [1, None, "yes"],
     "rescale": ["klclip", 1, False],
     "kl_clip": [0, -1e-3, NAN, INF, None, "small"],
+    "trust_radius": [0, -1e-3, NAN, INF, None, "small"],
     "early_refresh": [1, None],
     "stagger": [0, "no"],
     "max_dim": [0, -1, 1.5, INF, None, "8192"],

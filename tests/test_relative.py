@@ -32,14 +32,17 @@ def matrix_of(gradients: dict[str, Tensor], name: str) -> Tensor:
     return torch.cat([weight.flatten(1), bias[:, None]], dim=1)
 
 
+@pytest.mark.parametrize("to", ["mean", "trace"])
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_the_damping_is_a_share_of_the_mean_curvature(solver: str) -> None:
+def test_the_damping_is_a_share_of_the_curvature(solver: str, to: Any) -> None:
     model = mlp()
-    optimizer = frozen_kfac(model, damping=Relative(RHO), solver=solver)
+    optimizer = frozen_kfac(model, damping=Relative(RHO, to), solver=solver)
     before, after = applied(model, optimizer, batch())
     for name in layers(optimizer):
         A, G = factors(optimizer, "A")[name], factors(optimizer, "G")[name]
-        a, g = A.trace() / len(A), G.trace() / len(G)
+        a, g = A.trace(), G.trace()
+        if to == "mean":
+            a, g = a / len(A), g / len(G)
         V = matrix_of(before, name)
         if solver == "eigen":
             damped = torch.kron(G, A) + RHO * a * g * torch.eye(V.numel())
@@ -52,12 +55,13 @@ def test_the_damping_is_a_share_of_the_mean_curvature(solver: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9 * float(expected.norm()))
 
 
-def test_norms_have_the_mean_of_all_channels() -> None:
+@pytest.mark.parametrize(("to", "times"), [("mean", 1), ("trace", 2)])
+def test_norms_have_the_mean_of_all_channels(to: Any, times: int) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    optimizer = frozen_kfac(model, damping=Relative(RHO), include="1")
+    optimizer = frozen_kfac(model, damping=Relative(RHO, to), include="1")
     before, after = applied(model, optimizer, batch())
     fisher = factors(optimizer, "F")["1"]
-    mean = fisher.diagonal(dim1=-2, dim2=-1).mean()
+    mean = fisher.diagonal(dim1=-2, dim2=-1).mean() * times
     V = torch.stack([before["1.weight"], before["1.bias"]], dim=-1)
     expected = torch.linalg.solve(fisher + RHO * mean * torch.eye(2), V)
     found = torch.stack([after["1.weight"], after["1.bias"]], dim=-1)
@@ -156,6 +160,7 @@ def test_inputs_without_curvature_pass_the_gradient_without_an_output_factor(sol
 def test_the_same_text_in_every_process() -> None:
     assert repr(Relative(0.5)) == "Relative(0.5)"
     assert repr(Relative(lambda step: 1.0)) == "Relative(a callable)"
+    assert repr(Relative(0.5, to="trace")) == "Relative(0.5, to='trace')"
 
 
 def test_a_schedule_of_shares() -> None:
@@ -179,6 +184,25 @@ def test_a_share_that_is_no_positive_number_is_refused(share: Any) -> None:
         Relative(share)
 
 
+def test_a_share_of_something_else_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"to='norm' is not supported; choose one of 'mean', 'trace'"
+    ):
+        Relative(0.1, to="norm")  # type: ignore[arg-type]
+
+
+def test_the_trace_of_an_output_factor_that_is_not_there_is_refused() -> None:
+    """That of ``G = I`` grows with the width, and its eigenvalues do not."""
+    damping = Relative(RHO, to="trace")
+    with pytest.raises(
+        ValueError, match=r"to='trace'\) is not supported for layer '0' \(eigen, G = I"
+    ):
+        frozen_kfac(mlp(), damping=damping, fisher="forward")
+    optimizer = frozen_kfac(mlp(), fisher="forward")
+    with pytest.raises(ValueError, match=r"give kronfac\.Relative\(\.\.\.\), a share of the mean"):
+        optimizer.damping = damping
+
+
 def test_quadratic_steps_need_a_number() -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"needs a number or kronfac\.LevenbergMarquardt"):
@@ -195,7 +219,7 @@ def test_a_method_that_does_not_know_its_curvature_says_so() -> None:
         RankOne(model, SGD(model.parameters(), lr=0.1), damping=Relative())
 
 
-def on_rank(rank: int, scheme: Any, solver: str) -> tuple[list[Tensor], bool]:
+def on_rank(rank: int, scheme: Any, solver: str, to: Any) -> tuple[list[Tensor], bool]:
     with double_precision():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -203,6 +227,7 @@ def on_rank(rank: int, scheme: Any, solver: str) -> tuple[list[Tensor], bool]:
         )
         wrapped = DistributedDataParallel(model)
         options = {"momentum": 0.9, "factor_every": 1, "refresh_every": 2, "distribute": scheme}
+        options["damping"] = Relative(0.1, to)
         optimizer = kronfac.KFAC(wrapped, SGD(model.parameters(), lr=0.1), solver=solver, **options)
         train(wrapped, optimizer, slice(2 * rank, 2 * rank + 2))
         return [p.detach() for p in model.parameters()], same_bits(model)
@@ -218,16 +243,19 @@ def train(model: nn.Module, optimizer: Any, part: slice) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+@pytest.mark.parametrize(
+    ("solver", "to"), [("eigen", "mean"), ("cholesky", "mean"), ("cholesky", "trace")]
+)
 @pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
-def test_ranks_equal_one_process(scheme: str, solver: str) -> None:
-    """With the default damping and length of steps."""
+def test_ranks_equal_one_process(scheme: str, solver: str, to: Any) -> None:
+    """With the default length of steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     options: dict[str, Any] = {"momentum": 0.9, "factor_every": 1, "refresh_every": 2}
+    options["damping"] = Relative(0.1, to)
     optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), solver=solver, **options)
     train(model, optimizer, slice(None))
-    for found, same in run(3, on_rank, scheme, solver):
+    for found, same in run(3, on_rank, scheme, solver, to):
         assert same
         torch.testing.assert_close(
             found, [p.detach() for p in model.parameters()], rtol=1e-8, atol=1e-10

@@ -27,7 +27,7 @@ from tests.training import (
 )
 
 SOLVERS = ["eigen", "cholesky", "newton-schulz"]
-RESCALES = [None, "auto", "kl-clip", "graft", "unit", "orthogonal"]
+RESCALES = [None, "auto", "kl-clip", "trust-region", "graft", "unit", "orthogonal"]
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 

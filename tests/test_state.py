@@ -150,6 +150,7 @@ def test_resume_with_staggered_refreshes(saved_after: int) -> None:
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True},
         {"rescale": "kl-clip"},
+        {"rescale": "trust-region", "trust_radius": 1e-5},
         {"rescale": "graft"},
         {"rescale": "unit"},
         {"rescale": "orthogonal"},

@@ -52,6 +52,7 @@ def _is_mask(index: Any) -> bool:
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"rescale": None},
     "kl-clip": {"rescale": "kl-clip"},
+    "trust-region": {"rescale": "trust-region"},
     "graft": {"rescale": "graft"},
     "unit": {"rescale": "unit"},
     "auto": {"rescale": "auto"},

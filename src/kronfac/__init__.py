@@ -15,6 +15,7 @@ from kronfac.methods.singd.method import SINGD
 from kronfac.methods.tekfac import TEKFAC
 from kronfac.methods.tkfac import TKFAC
 from kronfac.optimizer.fronts import register_method
+from kronfac.optimizer.mup import mup_init_, mup_param_groups
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
 from kronfac.protocol.method import Defaults, Method
@@ -38,6 +39,8 @@ __all__ = [
     "StaleInterval",
     "__version__",
     "layers",
+    "mup_init_",
+    "mup_param_groups",
     "nn",
     "param_groups",
     "register_layer",

@@ -76,6 +76,7 @@ REFUSED: list[Row] = [
     *options("nesterov", [True], "refused", "needs momentum"),
     *options("rescale", ["clip", 1, True, ["unit"], torch.ones(2)], "refused", "^rescale="),
     *options("kl_clip", [0, -1, None, "small", NAN, INF], "refused", "^kl_clip="),
+    *options("trust_radius", [0, -1, None, "small", NAN, INF], "refused", "^trust_radius="),
     *options("early_refresh", [0, None, "no"], "refused", "^early_refresh="),
     *options("stagger", [1, None, "yes"], "refused", "^stagger="),
     *options("max_dim", [0, -1, None, "big", 0.5, INF], "refused", "^max_dim="),
@@ -176,6 +177,12 @@ WARNED: list[Row] = [
         "kl_clip=0.1 has no effect with rescale='auto'; give rescale='kl-clip'",
     ),
     (
+        "trust_radius without its rule",
+        build(rescale="kl-clip", trust_radius=0.1),
+        "warns",
+        "trust_radius=0.1 has no effect with rescale='kl-clip'; give rescale='trust-region'",
+    ),
+    (
         "stagger",
         build(stagger=True, factor_every=1, refresh_every=1),
         "warns",
@@ -229,6 +236,7 @@ FINE: list[Row] = [
         "",
     ),
     ("kl_clip with its rule", build(rescale="kl-clip", kl_clip=0.1), "fine", ""),
+    ("its radius", build(rescale="trust-region", trust_radius=0.1), "fine", ""),
     ("a smaller max_dim", build(max_dim=100), "fine", ""),
     ("a loss described", build(loss_average="token", fisher="forward"), "fine", ""),
     ("both intervals", build(factor_every=5, refresh_every=5), "fine", ""),

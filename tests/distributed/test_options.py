@@ -44,6 +44,7 @@ CASES = [
     case("mlp", decay=0.5, wrap={"gradient_as_bucket_view": True}, steps=5),
     case("cnn", wrap={"static_graph": True}, steps=5),
     case("mlp", wrap={"bucket_cap_mb": 1e-4, "find_unused_parameters": True}, steps=5),
+    case("cnn", rescale="trust-region", trust_radius=1e-5, base="sgd", momentum=0.9, steps=5),
 ]
 
 #: Each case runs under three of these; `-m slow` runs them all.
@@ -129,8 +130,9 @@ def test_uneven_shards_without_a_number_leave_the_gradient_as_ddp_averages_it(na
         assert_near(other[str(one)].parameters, first[str(one)].parameters, str(one))
 
 
-def test_one_number_is_all_that_kl_clip_sends() -> None:
-    one = case("mlp", rescale="kl-clip", steps=2)
+@pytest.mark.parametrize("rescale", ["kl-clip", "trust-region"])
+def test_one_number_is_all_that_a_bound_sends(rescale: str) -> None:
+    one = case("mlp", rescale=rescale, steps=2)
     sent = {}
     for name in ("replicated", "comm-opt", "mem-opt", "layer-parallel"):
         outcome = run(2, on_ranks, name, SCHEMES[name], [one])[0][str(one)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
-from kronfac.options.config import Ruled, check_positive
+from kronfac.options.config import Ruled, ShareOf, check_choice, check_positive
 
 
 @dataclass(frozen=True)
@@ -16,28 +17,36 @@ class Relative:
     whatever the loss is multiplied by, and whether it is a sum or a mean. A layer without curvature
     passes its raw gradient.
 
+    ``to="trace"`` makes it ``share · tr A · tr G``. A batch has few directions of curvature, however wide
+    a layer is: large eigenvalues grow as the trace does, and the mean falls behind. So a share of the
+    trace means the same at every width (:func:`kronfac.mup_param_groups`). It is a smaller number, 1e-3
+    for example.
+
     Args:
         share: ρ, or a function of the step number that returns it.
+        to: ``"mean"`` for the mean eigenvalue of each factor, ``"trace"`` for the sum of all.
     """
 
     share: float | Callable[[int], float] = 0.1
+    to: ShareOf = "mean"
 
     def __repr__(self) -> str:
         """The same in every process, as ranks compare it."""
-        return f"Relative({'a callable' if callable(self.share) else self.share})"
+        share = "a callable" if callable(self.share) else self.share
+        return f"Relative({share})" if self.to == "mean" else f"Relative({share}, to={self.to!r})"
 
     def __post_init__(self) -> None:
         if not callable(self.share):
             check_positive("share", self.share)
+        check_choice("to", self.to, get_args(ShareOf))
 
 
 class RelativeDamping(Ruled):
     """The share as a schedule."""
 
-    is_relative = True
-
     def __init__(self, rule: Relative) -> None:
         self.rule: Relative = rule
+        self.share_of = rule.to
 
     def __call__(self, step: int) -> float:
         """The share at a step."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kronfac.distributed.overview import Overview
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
+from kronfac.options.config import ShareOf
 from kronfac.placement.place import Placement
 from kronfac.protocol.context import Given
 from kronfac.protocol.statistic import Tensors
@@ -39,13 +40,13 @@ class Now:
         step: number of completed steps.
         damping: the damping γ.
         seed: of the random numbers of this step, for methods that draw; alike on all ranks.
-        relative: whether the damping is a share of each layer's mean curvature.
+        relative: what of each layer's curvature the damping is a share of, if it is one.
     """
 
     step: int
     damping: float
     seed: int = 0
-    relative: bool = False
+    relative: ShareOf | None = None
 
     def given(self, means: Tensors, **further: Any) -> Given:
         """What a layer is solved from at this step."""

@@ -26,6 +26,7 @@ class Common(TypedDict, total=False):
     nesterov: bool
     rescale: Rescale | None
     kl_clip: float
+    trust_radius: float
     early_refresh: bool
     stagger: bool
     loss_average: Literal["batch", "token"] | float | None
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "momentum": 0.0,
     "nesterov": False,
     "kl_clip": 1e-3,
+    "trust_radius": 1e-3,
     "early_refresh": True,
     "stagger": False,
     "loss_average": "batch",

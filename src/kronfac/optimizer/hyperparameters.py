@@ -37,8 +37,9 @@ class Hyperparameters:
         preconditioner, schedule = self._preconditioner, as_schedule(value)
         check_lever(is_adaptive(schedule), preconditioner.options.rescale)
         check_curvature(is_adaptive(schedule), preconditioner.layers.values())
-        check_relative(isinstance(value, Relative), preconditioner.options.rescale)
-        check_mean_curvature(isinstance(value, Relative), preconditioner.layers.values())
+        share_of = value.to if isinstance(value, Relative) else None
+        check_relative(share_of, preconditioner.options.rescale)
+        check_mean_curvature(share_of, preconditioner.layers.values())
         self._set("damping", schedule)
 
     @property

@@ -38,7 +38,7 @@ class Inspection:
         - ``damping``, its value now; ``damping_raised``, ``damping_lowered`` and ``damping_rejected``,
           what a damping that adapts itself has done;
         - ``kl_clip_steps``, ``kl_clip_active``: steps with ``rescale="kl-clip"``, and those that it
-          shortened;
+          shortened; ``trust_region_steps``, ``trust_region_active``: the same of ``"trust-region"``;
         - ``learning_rate``, ``momentum``: of the last step with ``rescale="quadratic"``, only then;
         - ``dropped``, ``failures``: by layer, contributions that were not finite and solutions that
           could not be found; ``without_solution``: layers that pass their raw gradient;

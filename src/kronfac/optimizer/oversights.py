@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from kronfac.optimizer.common import DEFAULTS
 from kronfac.options.advice import Advice
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.step.pipeline import Preconditioner
@@ -27,8 +28,8 @@ _DIVIDING = (
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.AdamW),
 )
 
-#: The value of ``kl_clip`` that says nothing, as :class:`kronfac.KFAC` has it.
-_KL_CLIP = 1e-3
+#: Bounds of a step by name, and the rule that each belongs to.
+_BOUNDS = {"kl_clip": "kl-clip", "trust_radius": "trust-region"}
 
 
 def enlist(preconditioner: Preconditioner) -> None:
@@ -162,11 +163,13 @@ def _without_effect(options: Options, schedules: Schedules) -> Iterable[str]:
     What describes the training (``loss_average``, ``grad_scaler``, ``distribute``) or bounds it
     (``max_dim``, ``on_missing``) may well find nothing to do.
     """
-    if options.kl_clip != _KL_CLIP and options.rescale != "kl-clip":
-        yield (
-            f"kl_clip={options.kl_clip!r} has no effect with rescale={options.rescale!r}; give "
-            "rescale='kl-clip' to use it."
-        )
+    for name, rule in _BOUNDS.items():
+        bound = getattr(options, name)
+        if bound != DEFAULTS[name] and options.rescale != rule:
+            yield (
+                f"{name}={bound!r} has no effect with rescale={options.rescale!r}; give "
+                f"rescale={rule!r} to use it."
+            )
     if options.stagger and schedules.get("refresh_every") == 1:
         yield "stagger=True has no effect with refresh_every=1: every layer is refreshed at every step."
 

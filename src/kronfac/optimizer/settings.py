@@ -40,6 +40,7 @@ def engine_options(method: Method, values: dict[str, Any], schedules: Schedules)
         nesterov=values["nesterov"],
         rescale=resolve_rescale(values["rescale"], adaptive),
         kl_clip=values["kl_clip"],
+        trust_radius=values["trust_radius"],
         early_refresh=values["early_refresh"],
         stagger=values["stagger"],
         loss_average=values["loss_average"],

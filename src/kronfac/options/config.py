@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ Count = int | Callable[[int], int]
 Pattern = str | type[nn.Module]
 
 Fisher = Literal["empirical", "mc", "exact", "forward"]
-Rescale = Literal["auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"]
+Rescale = Literal["auto", "kl-clip", "trust-region", "graft", "unit", "orthogonal", "quadratic"]
+#: What damping may be a share of, layer by layer: the curvature's mean eigenvalue, or its trace.
+ShareOf = Literal["mean", "trace"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
-    "rescale": (None, "auto", "kl-clip", "graft", "unit", "orthogonal", "quadratic"),
+    "rescale": (None, *get_args(Rescale)),
     "on_missing": ("warn", "raise", "ignore"),
 }
 
@@ -38,6 +40,7 @@ class Options:
     nesterov: bool
     rescale: Rescale | None
     kl_clip: float
+    trust_radius: float
     early_refresh: bool
     stagger: bool
     loss_average: Literal["batch", "token"] | float | None
@@ -51,6 +54,13 @@ class Options:
         """Whether output gradients come from ``observe()`` and not from the loss."""
         return self.fisher in ("mc", "exact")
 
+    @property
+    def step_bound(self) -> float | None:
+        """Largest ``Σ lr²⟨v, u⟩`` over all layers, twice the predicted KL divergence, if bounded."""
+        if self.rescale == "trust-region":
+            return 2 * self.trust_radius
+        return self.kl_clip if self.rescale == "kl-clip" else None
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -61,6 +71,7 @@ class Options:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0; give momentum=0.9, for example.")
         check_positive("kl_clip", self.kl_clip)
+        check_positive("trust_radius", self.trust_radius)
         if self.max_grad_norm is not None:
             check_positive("max_grad_norm", self.max_grad_norm)
         self._check_loss_average()
@@ -80,8 +91,8 @@ class Ruled:
     """A schedule by a rule; users give and read the rule."""
 
     rule: Any
-    #: Whether its values are shares of each layer's mean curvature.
-    is_relative = False
+    #: What of each layer's curvature its values are shares of; ``None`` if they are no shares.
+    share_of: ShareOf | None = None
 
 
 class Adaptive(Ruled):
@@ -134,10 +145,10 @@ class Schedules:
         return value.rule if isinstance(value, Ruled) else value
 
     @property
-    def relative_damping(self) -> bool:
-        """Whether the damping is a share of each layer's mean curvature."""
+    def relative_damping(self) -> ShareOf | None:
+        """What of each layer's curvature the damping is a share of; ``None`` if it is a number."""
         value = self._values["damping"]
-        return isinstance(value, Ruled) and value.is_relative
+        return value.share_of if isinstance(value, Ruled) else None
 
     def values(self) -> dict[str, Any]:
         """All of them, as they were given."""

@@ -71,6 +71,9 @@ class Block(ABC):
     undamped: bool = False
     #: Whether :meth:`mean_curvature` works, so that damping may be a share of it.
     knows_curvature: bool = False
+    #: Whether damping may be a share of the trace as well (``Given.relative == "trace"``): solutions
+    #: hold the undamped curvature, or :meth:`solve` heeds it.
+    knows_trace: bool = False
     #: Precision of solutions; ``None`` for that of the statistics.
     solution_dtype: torch.dtype | None = None
     #: Whether :meth:`compress` draws random numbers.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kronfac.options.config import ShareOf
 from kronfac.protocol.statistic import Tensors
 
 
@@ -38,13 +39,14 @@ class Given:
 
     Args:
         means: means of its own statistics; gathered rows as they are.
-        damping: the damping γ, or the share ρ of the mean curvature if ``relative``.
+        damping: the damping γ, or the share ρ of the curvature if ``relative``.
         outlines: outlines of the means of all statistics (:meth:`Block.outline`).
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
         step: number of completed steps.
-        relative: whether the damping is a share of the mean curvature.
+        relative: what the damping is a share of, the ``"mean"`` eigenvalue or the ``"trace"``
+            (:attr:`Block.knows_trace`), if it is one.
     """
 
     means: Tensors
@@ -54,7 +56,7 @@ class Given:
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step: int = 0
-    relative: bool = False
+    relative: ShareOf | None = None
 
     def latest(self, name: str) -> Tensor:
         """The newest value of a tensor of the solution."""

@@ -119,13 +119,13 @@ def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[U
     ]
 
 
-def kl_clip_sum(updates: Sequence[Update]) -> Tensor:
-    """``Σ lr²⟨v, g⟩`` over some layers."""
+def squared_step(updates: Sequence[Update]) -> Tensor:
+    """``Σ lr²⟨v, u⟩`` over some layers: ``sᵀFs`` of the step s = lr·v in the damped curvature."""
     return sum((_step_size(update) for update in updates), start=torch.zeros((), device="cpu"))
 
 
-def kl_clip_factor(total: Tensor, bound: float) -> Tensor:
-    """``ν = min(1, √(κ / Σ lr²⟨v, g⟩))`` over all layers; 1 when the sum is not positive."""
+def bounded_factor(total: Tensor, bound: float) -> Tensor:
+    """``ν = min(1, √(bound / Σ lr²⟨v, u⟩))`` over all layers; 1 when the sum is not positive."""
     usable = total > 0
     safe = torch.where(usable, total, torch.ones_like(total))
     return torch.where(usable, (bound / safe).sqrt().clamp(max=1), torch.ones_like(total))

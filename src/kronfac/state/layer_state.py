@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kronfac.layers import Layer
 from kronfac.layers.parameter_view import ParameterView
-from kronfac.options.config import Rule
+from kronfac.options.config import Rule, ShareOf
 from kronfac.protocol.block import bytes_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
@@ -194,13 +195,15 @@ class LayerState:
         self._curvature = None  # it would keep the old solution
         self.solution = {name: after[name] for name in held if name in after} if held else None
 
-    def damping(self, value: float, relative: bool) -> float | Tensor:
-        """The damping γ of this layer, given it or its share of the mean curvature.
+    def damping(self, value: float, relative: ShareOf | None) -> float | Tensor:
+        """The damping γ of this layer, given it or its share of the curvature.
 
         Without any curvature γ is 1, which leaves the gradient as it is.
         """
-        if not relative or self.solution is None:
+        if relative is None or self.solution is None:
             return value
+        if relative == "trace":  # of one block, as the mean is that of one
+            value *= math.prod(self.layer.matrix_shape[-2:])
         if self._curvature is None or self._curvature[0] is not self.solution:
             self._curvature = (self.solution, self.block.mean_curvature(self.solution))
         mean = self._curvature[1]

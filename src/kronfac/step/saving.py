@@ -29,6 +29,8 @@ def stats(preconditioner: Preconditioner) -> dict[str, Any]:
         "refreshes": counters.get("refreshes", 0),
         "kl_clip_steps": counters.get("kl_clip_steps", 0),
         "kl_clip_active": counters.get("kl_clip_active", 0),
+        "trust_region_steps": counters.get("trust_region_steps", 0),
+        "trust_region_active": counters.get("trust_region_active", 0),
         "refresh_every": int(
             preconditioner.schedules.at("refresh_every", preconditioner.clock.step)
         ),

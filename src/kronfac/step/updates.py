@@ -13,10 +13,10 @@ from kronfac.options.config import Options, Schedules
 from kronfac.protocol.transform import LayerStep, Transform
 from kronfac.rescale.factors import (
     Update,
-    kl_clip_factor,
-    kl_clip_sum,
+    bounded_factor,
     orthogonal_steps,
     own_factors,
+    squared_step,
 )
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
@@ -58,7 +58,7 @@ class Updates:
         relative = self.schedules.relative_damping
         damping: dict[LayerState, float | Tensor] = {}
         rates: dict[nn.Parameter, float | Tensor] = {}
-        if self.transforms or self.options.rescale == "kl-clip":
+        if self.transforms or self.options.step_bound is not None:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
         gradients = {}
         for state in states:
@@ -112,11 +112,12 @@ class Updates:
         """Set the length of the steps and write them into the gradients, in place."""
         rules = [state.rule for state, _ in updates]
         steps = orthogonal_steps(rules, [update for _, update in updates])
-        if self.options.rescale == "kl-clip":
-            total = coordinator.add_up_layers(kl_clip_sum(steps), model)
-            factor = kl_clip_factor(total, self.options.kl_clip)
-            count("kl_clip_steps")
-            count("kl_clip_active", (factor < 1).to(torch.int64))
+        if (bound := self.options.step_bound) is not None:
+            total = coordinator.add_up_layers(squared_step(steps), model)
+            factor = bounded_factor(total, bound)
+            name = "kl_clip" if self.options.rescale == "kl-clip" else "trust_region"
+            count(f"{name}_steps")
+            count(f"{name}_active", (factor < 1).to(torch.int64))
             factors: Iterable[float | Tensor] = [factor] * len(steps)
         else:
             factors = own_factors(rules, steps)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronfac.layers import Layer
+from kronfac.options.config import ShareOf
 from kronfac.state.layer_state import LayerState
 
 
@@ -115,7 +116,8 @@ def check_lever(adapts_damping: bool, rescale: str | None) -> None:
     if adapts_damping and rescale in ("auto", "graft", "unit", "orthogonal"):
         raise ValueError(
             f"rescale={rescale!r} fixes the length of a step, so that damping=LevenbergMarquardt(...) "
-            "could not change it; build the optimizer with rescale=None, 'kl-clip' or 'quadratic'."
+            "could not change it; build the optimizer with rescale=None, 'kl-clip', 'trust-region' "
+            "or 'quadratic'."
         )
 
 
@@ -131,24 +133,29 @@ def check_curvature(adapts_damping: bool, states: Iterable[LayerState]) -> None:
             )
 
 
-def check_relative(relative: bool, rescale: str | None) -> None:
+def check_relative(relative: ShareOf | None, rescale: str | None) -> None:
     """Raise if the damping is a share of curvature where a number in its units is needed."""
-    if relative and rescale == "quadratic":
+    if relative is not None and rescale == "quadratic":
         raise ValueError(
             "rescale='quadratic' adds the damping to the curvature of the whole model, so it needs a "
             "number or kronfac.LevenbergMarquardt(...), not damping=kronfac.Relative(...)."
         )
 
 
-def check_mean_curvature(relative: bool, states: Iterable[LayerState]) -> None:
+def check_mean_curvature(relative: ShareOf | None, states: Iterable[LayerState]) -> None:
     """Raise if the damping is a share of a curvature that a method does not know."""
-    if not relative:
+    if relative is None:
         return
     for state in states:
         if not state.block.knows_curvature:
             raise ValueError(
                 f"damping=kronfac.Relative(...) is a share of the mean curvature, which layer "
                 f"{state.name!r} ({state.block.label}) does not know; give damping=1e-3, for example."
+            )
+        if relative == "trace" and not state.block.knows_trace:
+            raise ValueError(
+                f"damping=kronfac.Relative(..., to='trace') is not supported for layer {state.name!r} "
+                f"({state.block.label}); give kronfac.Relative(...), a share of the mean."
             )
 
 

@@ -82,6 +82,7 @@ class KFACBlock(Block):
         self.solver: Solver = choose_solver(max(dense, default=1)) if solver == "auto" else solver
         self.undamped = self.solver == "eigen"
         self.knows_curvature = True
+        self.knows_trace = output_factor  # the trace of G = I says nothing of its eigenvalues
         marks = {"diagonal": " diag", "identity": " = I"}
         forms = [f"{side}{marks[form]}" for side, form in self.forms.items() if form in marks]
         self.label = ", ".join([self.solver, *forms])
@@ -221,7 +222,7 @@ class KFACBlock(Block):
     def _split_damping(self, given: Given) -> tuple[dict[str, Tensor], Tensor]:
         """``π√γ`` for A and ``√γ/π`` for G, ``[*b]`` each, and whether there is curvature.
 
-        ``√γ`` for both when a trace is zero. Relative damping makes that ``√ρ`` times each mean.
+        ``√γ`` for both when a trace is zero. Relative damping makes that ``√ρ`` times each mean or trace.
         """
         outlines, damping = given.outlines, given.damping
         average_in = outlines["A"]
@@ -235,6 +236,8 @@ class KFACBlock(Block):
         if given.relative:
             one = torch.ones_like(ratio)
             means = {"A": average_in, "G": average_out}
+            if given.relative == "trace":
+                means = {side: mean * self.widths[side] for side, mean in means.items()}
             return {side: torch.where(usable, root * m, one) for side, m in means.items()}, usable
         return {"A": pi * root, "G": root / pi}, usable
 

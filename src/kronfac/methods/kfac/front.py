@@ -41,13 +41,15 @@ class KFAC(Preconditioned):
         momentum: heavy ball taken before preconditioning; the base then usually has none.
         nesterov: look ahead with it.
         rescale: length of a step: ``None`` (as solved), ``"kl-clip"`` (bounded change of the model),
-            ``"graft"`` (each layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"orthogonal"``
-            (as Muon's: the nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and
-            momentum from a quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and
-            :meth:`observe`). ``"auto"`` is ``"orthogonal"`` for matrices, a root mean square of 1 for
-            each token and of 0.1 for norms, all of it shorter where recent gradients disagree; it is
-            ``"kl-clip"`` with a damping that adapts itself.
+            ``"trust-region"`` (predicted KL divergence of at most ``trust_radius``), ``"graft"`` (each
+            layer keeps its gradient's norm), ``"unit"`` (Muon's norm), ``"orthogonal"`` (as Muon's: the
+            nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and momentum from a
+            quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and :meth:`observe`).
+            ``"auto"`` is ``"orthogonal"`` for matrices, a root mean square of 1 for each token and of
+            0.1 for norms, all of it shorter where recent gradients disagree; it is ``"kl-clip"`` with a
+            damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
+        trust_radius: bound δ of ``rescale="trust-region"``, as in ACKTR.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
         stagger: spread refreshes over the interval, so that no step is a spike.

@@ -30,7 +30,7 @@ class UnitWiseBlock(Block):
     """The curvature of a norm layer whose gradient is ``[C, 1, k]``, with k = 2, or 1 without a bias."""
 
     label = "unit-wise"
-    undamped = knows_curvature = True
+    undamped = knows_curvature = knows_trace = True
 
     def __init__(
         self,
