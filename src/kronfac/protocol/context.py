@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kronfac.protocol.statistic import Tensors
@@ -28,6 +30,11 @@ class Context:
     output_gradient: Tensor | None = None
 
 
+def number_of(name: str) -> int:
+    """A number by which the random numbers of things of different names differ, in every process."""
+    return zlib.crc32(name.encode())
+
+
 #: Nothing is known.
 NOTHING = Context()
 
@@ -45,6 +52,7 @@ class Given:
         shards: by gathered statistic, how many rows each rank contributed.
         step: number of completed steps.
         relative: whether the damping is a share of the mean curvature.
+        seed: of the layer's random numbers at this step, alike on all ranks (:attr:`Block.draws`).
     """
 
     means: Tensors
@@ -55,6 +63,11 @@ class Given:
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step: int = 0
     relative: bool = False
+    seed: int = 0
+
+    def generator(self, part: str) -> torch.Generator:
+        """Random numbers of one part, drawn on the CPU: whoever solves it has the same."""
+        return torch.Generator(device="cpu").manual_seed(self.seed ^ number_of(part))
 
     def latest(self, name: str) -> Tensor:
         """The newest value of a tensor of the solution."""
