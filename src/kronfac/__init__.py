@@ -9,6 +9,8 @@ from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.kfac.thermodynamic import Thermodynamic
+from kronfac.methods.tngd import TNGD
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -19,6 +21,7 @@ __version__ = "0.1.0"
 registry.register("KFAC", KFAC)
 __all__ = [
     "KFAC",
+    "TNGD",
     "Defaults",
     "Distribute",
     "Hybrid",
@@ -26,6 +29,7 @@ __all__ = [
     "Method",
     "Relative",
     "StaleInterval",
+    "Thermodynamic",
     "__version__",
     "layers",
     "param_groups",
