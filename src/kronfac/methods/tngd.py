@@ -115,8 +115,8 @@ class TNGDMethod(Method):
     factors. Here ``M`` is block-diagonal over layers and each block is K-FAC's, ``G ⊗ A + γI``, whose
     eigenbasis makes the exponential a function of each entry; ``fisher="exact"`` or ``"mc"`` make ``G``
     that of the Gauss-Newton matrix, the default takes the gradients of the loss. Norms have their exact
-    unit-wise blocks. It holds an estimate as large as the gradient, and one more pair of products a step
-    than K-FAC with two sides each; wide layers need an eigendecomposition, whatever their width.
+    unit-wise blocks. Beside K-FAC's state it holds an estimate as large as the gradient, and a step takes
+    four more products (six with noise). Layers of every width are decomposed.
 
     The paper trains with a learning rate of 0.01, a damping of 0.01 and t = 50; it found noise harmless
     for κ₀ < 0.01. Those are the defaults for damping and time, in units of the loss's curvature.
