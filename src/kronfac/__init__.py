@@ -11,9 +11,11 @@ from kronfac.layers import register_layer
 from kronfac.methods.cgfac import CGFAC
 from kronfac.methods.ekfac.method import EKFAC
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.kfac.thermodynamic import Thermodynamic
 from kronfac.methods.singd.method import SINGD
 from kronfac.methods.tekfac import TEKFAC
 from kronfac.methods.tkfac import TKFAC
+from kronfac.methods.tngd import TNGD
 from kronfac.optimizer.fronts import register_method
 from kronfac.optimizer.mup import mup_init_, mup_param_groups
 from kronfac.placement.scheme import Distribute, Hybrid
@@ -30,6 +32,7 @@ __all__ = [
     "SINGD",
     "TEKFAC",
     "TKFAC",
+    "TNGD",
     "Defaults",
     "Distribute",
     "Hybrid",
@@ -37,6 +40,7 @@ __all__ = [
     "Method",
     "Relative",
     "StaleInterval",
+    "Thermodynamic",
     "__version__",
     "layers",
     "mup_init_",

@@ -519,6 +519,56 @@ class WithRuleMethod(Toy):
         return (Damped(),)
 
 
+# --- random numbers -------------------------------------------------------------------------------
+
+
+class RandomBlock(RankOneBlock):
+    """Rank one again, each of its vectors with random signs of which each layer and side has its own."""
+
+    label = "random signs"
+    draws = True
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {name: Part((name,), (name,), 1) for name in self.statistics}
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        mean = given.means[part]
+        signs = torch.randint(2, mean.shape, generator=given.generator(part)) * 2.0 - 1
+        return {part: mean * signs.to(mean.dtype)}
+
+
+class Shaken(Transform):
+    """Changes the steps that were solved: half of the last one, and random numbers, are added."""
+
+    draws = True
+
+    def buffer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+        return {"last": layer.matrix_shape}
+
+    def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
+        return gradient
+
+    def after(self, update: Tensor, gradient: Tensor, at: LayerStep) -> Tensor:
+        noise = torch.rand(gradient.shape, generator=at.generator(), dtype=gradient.dtype)
+        last = at.buffers.get("last", torch.zeros_like(update))
+        at.buffers["last"] = update + last / 2 + gradient * noise
+        return at.buffers["last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomMethod(Toy):
+    made = RandomBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShakenStepsMethod(Toy):
+    made = RankOneBlock
+
+    def transforms(self) -> tuple[Transform, ...]:
+        return (Shaken(),)
+
+
 RankOne = kronfac.register_method(RankOneMethod)
 SampleSpace = kronfac.register_method(SampleSpaceMethod)
 GradientOnly = kronfac.register_method(GradientOnlyMethod)
@@ -531,6 +581,8 @@ CompressedRows = kronfac.register_method(CompressedRowsMethod)
 Weights = kronfac.register_method(WeightsMethod)
 Outputs = kronfac.register_method(OutputsMethod)
 WithRule = kronfac.register_method(WithRuleMethod)
+Random = kronfac.register_method(RandomMethod)
+ShakenSteps = kronfac.register_method(ShakenStepsMethod)
 
 #: What the engine has to carry, by what is special about it.
 KINDS: dict[str, Any] = {
@@ -547,4 +599,6 @@ KINDS: dict[str, Any] = {
     "weights": Weights,
     "outputs": Outputs,
     "rule": WithRule,
+    "random solutions": Random,
+    "rule after": ShakenSteps,
 }

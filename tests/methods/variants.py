@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import kronfac
+
 #: Name of the method, and its own options.
 Variant = tuple[str, dict[str, Any]]
 
@@ -28,4 +30,11 @@ VARIANTS: dict[str, Variant] = {
     "SINGD toeplitz": ("SINGD", {"structure": "toeplitz"}),
     "SINGD reduce": ("SINGD", {"sharing": "reduce"}),
     "SINGD like K-FAC": ("SINGD", {"kfac_like": True}),
+    "KFAC thermodynamic": (
+        "KFAC",
+        {"solver": kronfac.Thermodynamic(samples=500, bits=8, noise=0.01)},
+    ),
+    "KFAC thermodynamic systems": ("KFAC", {"solver": kronfac.Thermodynamic(method=2, bits=8)}),
+    "TNGD": ("TNGD", {}),
+    "TNGD cold, noisy": ("TNGD", {"start": "gradient", "time": 2.0, "noise": 1e-4}),
 }

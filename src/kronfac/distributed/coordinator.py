@@ -48,9 +48,12 @@ class Now:
     seed: int = 0
     relative: ShareOf | None = None
 
-    def given(self, means: Tensors, **further: Any) -> Given:
+    def given(self, state: LayerState, means: Tensors, **further: Any) -> Given:
         """What a layer is solved from at this step."""
-        return Given(means, self.damping, relative=self.relative, step=self.step, **further)
+        own = self.seed ^ state.number
+        return Given(
+            means, self.damping, relative=self.relative, step=self.step, seed=own, **further
+        )
 
     def generator(self, states: Iterable[LayerState], rank: int) -> torch.Generator | None:
         """Random numbers of one rank, if any of these layers draws."""

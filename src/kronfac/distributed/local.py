@@ -112,7 +112,7 @@ class Local(Coordinator):
                     if state.running[name].statistic.combine == "gather"
                 }
                 previous = state.solution_in_use
-                given = now.given(means, previous=previous, shards=shards)
+                given = now.given(state, means, previous=previous, shards=shards)
                 solution = state.block.refresh(given, parts)
             yield state, solution
 

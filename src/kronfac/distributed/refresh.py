@@ -184,6 +184,7 @@ class Solving:
             return None
         shards = {name: self.shards.get(self.layout.key(state, name), ()) for name in names}
         return self.now.given(
+            state,
             {name: means[name] for name in names if name in means},
             outlines=self.outlines[state],
             previous=state.solution_in_use,

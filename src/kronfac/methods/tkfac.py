@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kronfac.layers.rows import Rows
 from kronfac.linalg.covariance import gram
 from kronfac.methods.ekfac.method import check_gradients
 from kronfac.methods.kfac.block import KFACBlock
-from kronfac.methods.kfac.method import Sharing, SolverOption
+from kronfac.methods.kfac.method import Sharing
 from kronfac.methods.kfac.paired import PairedBlock
 from kronfac.methods.kfac.unit_wise import UnitWiseBlock
 from kronfac.optimizer.fronts import register_method
@@ -83,10 +83,12 @@ class TKFACBlock(PairedBlock):
         trace = torch.where(usable, trace, 1.0)
         damping = torch.full_like(trace, given.damping)
         if given.relative:
-            damping = torch.where(usable, damping * trace / (widths["A"] * widths["G"]), 1.0)
+            sides = widths["A"] * widths["G"] if given.relative == "mean" else 1
+            damping = torch.where(usable, damping * trace / sides, 1.0)
         scale = trace.rsqrt()[..., None]
         scaled = mean * (scale[..., None] if self.forms[side] == "dense" else scale)
-        inverse = self._damped_inverse(side, scaled, damping.sqrt(), share)
+        scaled_given = replace(given, means={side: scaled})
+        inverse = self._damped_inverse(side, scaled_given, damping.sqrt(), share)
         if inverse is not None and given.relative:
             inverse = self._or_identity(side, inverse, usable, share)
         return None if inverse is None else {f"{side}.inverse": inverse}
@@ -123,7 +125,7 @@ class TKFACMethod(Method):
     defaults = Defaults(damping=Relative(0.1))
 
     sharing: Sharing = "expand"
-    solver: SolverOption = "auto"
+    solver: Literal["auto", "eigen", "cholesky", "newton-schulz"] = "auto"
     max_dim: int = 8192
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ class Block(ABC):
     knows_trace: bool = False
     #: Precision of solutions; ``None`` for that of the statistics.
     solution_dtype: torch.dtype | None = None
-    #: Whether :meth:`compress` draws random numbers.
+    #: Whether :meth:`compress` or :meth:`solve` draws random numbers.
     draws: bool = False
 
     @property
@@ -196,7 +196,10 @@ class Block(ABC):
 
     @abstractmethod
     def solve(self, part: str, given: Given) -> dict[str, Tensor] | None:
-        """Solve one part. ``None`` means that no solution could be found."""
+        """Solve one part. ``None`` means that no solution could be found.
+
+        Random numbers come from ``given.generator(part)`` if :attr:`draws`; checkpoints resume them.
+        """
 
     def solve_share(self, part: str, given: Given, index: int, of: int) -> dict[str, Tensor] | None:
         """Summand ``index`` of ``of`` whose sum is what :meth:`solve` finds, up to rounding.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kronfac.options.config import ShareOf
@@ -29,6 +31,11 @@ class Context:
     output_gradient: Tensor | None = None
 
 
+def number_of(name: str) -> int:
+    """A number by which the random numbers of things of different names differ, in every process."""
+    return zlib.crc32(name.encode())
+
+
 #: Nothing is known.
 NOTHING = Context()
 
@@ -47,6 +54,7 @@ class Given:
         step: number of completed steps.
         relative: what the damping is a share of, the ``"mean"`` eigenvalue or the ``"trace"``
             (:attr:`Block.knows_trace`), if it is one.
+        seed: of the layer's random numbers at this step, alike on all ranks (:attr:`Block.draws`).
     """
 
     means: Tensors
@@ -57,6 +65,11 @@ class Given:
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step: int = 0
     relative: ShareOf | None = None
+    seed: int = 0
+
+    def generator(self, part: str) -> torch.Generator:
+        """Random numbers of one part, drawn on the CPU: whoever solves it has the same."""
+        return torch.Generator(device="cpu").manual_seed(self.seed ^ number_of(part))
 
     def latest(self, name: str) -> Tensor:
         """The newest value of a tensor of the solution."""

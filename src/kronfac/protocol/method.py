@@ -59,7 +59,7 @@ class Method(ABC):
         """The curvature of a layer; ``grouped`` says that its rows can be told apart by sample."""
 
     def transforms(self) -> tuple[Transform, ...]:
-        """Rules of its own that change gradients before they are preconditioned, in this order."""
+        """Rules of its own that change gradients before or after they are preconditioned, in order."""
         return ()
 
     def described(self) -> dict[str, Any]:

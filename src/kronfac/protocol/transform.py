@@ -1,4 +1,4 @@
-"""Rules that change a gradient after clipping and before it is preconditioned."""
+"""Rules that change a gradient between clipping and the length of the step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kronfac.layers import Layer
@@ -23,6 +24,7 @@ class LayerStep:
         solution: the solution in use, ``None`` before the first.
         damping: the damping γ of this layer.
         rate: learning rate of the weight's group.
+        seed: of the layer's random numbers at this step, if the rule draws; alike on all ranks.
     """
 
     step: int
@@ -31,10 +33,18 @@ class LayerStep:
     solution: Tensors | None = None
     damping: float | Tensor = 0.0
     rate: float | Tensor = 0.0
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """Random numbers, drawn on the CPU: whoever works on the layer has the same."""
+        return torch.Generator(device="cpu").manual_seed(self.seed)
 
 
 class Transform(ABC):
     """One such rule. It keeps named tensors for each layer, which are saved and moved with the layer."""
+
+    #: Whether it draws random numbers, from ``at.generator()``.
+    draws: bool = False
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of what is kept for a layer; names differ from those of other rules."""
@@ -43,3 +53,7 @@ class Transform(ABC):
     @abstractmethod
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """Return what takes the place of a gradient matrix ``[*b, d_out, d_in]``."""
+
+    def after(self, update: Tensor, gradient: Tensor, at: LayerStep) -> Tensor:
+        """Return what takes the place of a gradient that has been preconditioned, given both."""
+        return update

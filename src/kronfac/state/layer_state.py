@@ -12,6 +12,7 @@ from kronfac.layers import Layer
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.options.config import Rule, ShareOf
 from kronfac.protocol.block import bytes_of
+from kronfac.protocol.context import number_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
 from kronfac.statistics.pending import Pending
@@ -89,6 +90,11 @@ class LayerState:
     def name(self) -> str:
         """Full name of the layer's module."""
         return self.layer.name
+
+    @property
+    def number(self) -> int:
+        """A number by which its random numbers differ from those of other layers, on every rank."""
+        return number_of(f"{self.name}{self.layer.part}")
 
     @property
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -76,7 +76,7 @@ class Preconditioner:
         self.options = options
         self.schedules = schedules
         self.clock = Clock(schedules, options.early_refresh)
-        #: What happens to gradients before they are preconditioned, in this order.
+        #: What happens to gradients before and after they are preconditioned, in this order.
         self.transforms = (
             *((Momentum(schedules, options.nesterov),) if options.momentum else ()),
             *method.transforms(),
@@ -188,7 +188,8 @@ class Preconditioner:
         self._judge(list(due))
         self._solve_again(states)
         with self.phases("precondition"):
-            updates = self._updates.precondition(states, groups, self.clock.step)
+            seed = self.random.draw() if self._draws_at_steps else 0
+            updates = self._updates.precondition(states, groups, self.clock.step, seed)
         with self.phases("rescale"):
             self._updates.rescale(updates, coordinator, self.model, self.count)
         coordinator.spread([state for state in states if _is_preconditioned(state)])
@@ -271,7 +272,7 @@ class Preconditioner:
         """Make every tensor at its final shape without giving it a meaning."""
         if self.quadratic is not None:
             self.quadratic.allocate([p for group in groups for p in group["params"]])
-        if any(state.block.draws for state in self.layers.values()):
+        if self._draws_at_steps or any(state.block.draws for state in self.layers.values()):
             self.random.allocate()
         for state in self.layers.values():
             state.allocate()
@@ -327,10 +328,10 @@ class Preconditioner:
 
     def _solve_again(self, states: Iterable[LayerState]) -> None:
         """Solve the parts of every step, where their layers are worked on; nothing travels."""
-        at = self._now({})
-        for state in states:
-            parts = state.block.due_parts("step")
-            if not parts or not state.is_worker or state.solution is None:
+        due = {state: parts for state in states if (parts := state.block.due_parts("step"))}
+        at = self._now(due)
+        for state, parts in due.items():
+            if not state.is_worker or state.solution is None:
                 continue
             if state.solved_at is None or not state.layer.weight.requires_grad:
                 continue
@@ -338,10 +339,15 @@ class Preconditioner:
                 names = {name for part in parts for name in state.block.parts[part].statistics}
                 means = {name: state.running[name].mean_on_device() for name in sorted(names)}
                 known = {name: mean for name, mean in means.items() if mean is not None}
-                given = at.given(known, previous=state.solution)
+                given = at.given(state, known, previous=state.solution)
                 solved = state.block.refresh(given, parts)
                 if solved is not None:
                     state.use(solved)
+
+    @property
+    def _draws_at_steps(self) -> bool:
+        """Whether a rule that changes gradients draws random numbers."""
+        return any(transform.draws for transform in self.transforms)
 
     def adaptive_interval(self) -> AdaptiveInterval | None:
         """The refresh interval, if it adapts itself."""

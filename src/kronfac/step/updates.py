@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,16 +52,16 @@ class Updates:
         self._batches.clear()
 
     def precondition(
-        self, states: Sequence[LayerState], groups: ParamGroups, step: int
+        self, states: Sequence[LayerState], groups: ParamGroups, step: int, seed: int = 0
     ) -> list[LayerUpdate]:
-        """Apply the rules, then each layer's solution; without one the gradient stays raw."""
+        """Apply the rules and each layer's solution; without one the gradient stays raw."""
         value = float(self.schedules.at("damping", step))
         relative = self.schedules.relative_damping
         damping: dict[LayerState, float | Tensor] = {}
         rates: dict[nn.Parameter, float | Tensor] = {}
         if self.transforms or self.options.step_bound is not None:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
-        gradients = {}
+        gradients, moments = {}, {}
         for state in states:
             if not state.has_gradient:
                 continue
@@ -70,16 +71,27 @@ class Updates:
             with self.phases.part("precondition", state.name):
                 rate = rates.get(state.layer.weight, 0.0)
                 own = damping[state] = state.damping(value, relative)
-                solution = state.solution_in_use
-                at = LayerStep(step, state.buffers, state.block, solution, own, rate)
+                at = moments[state] = LayerStep(
+                    step,
+                    state.buffers,
+                    state.block,
+                    state.solution_in_use,
+                    own,
+                    rate,
+                    seed ^ state.number,
+                )
                 before = self._transformed(state.view.gradient(), at)
             if state.solved_at is not None and state.solution is not None:
                 gradients[state] = before
         found = self._batches.precondition(gradients, states, damping)
-        return [
-            (state, self._update(state, gradients[state], after, rates))
-            for state, after in found.items()
-        ]
+        updates = []
+        for state, update in found.items():
+            # Where solutions of a batch live now: products may depend on how memory is aligned.
+            at = replace(moments[state], solution=state.solution)
+            for transform in self.transforms:
+                update = transform.after(update, gradients[state], at)
+            updates.append((state, self._update(state, gradients[state], update, rates)))
+        return updates
 
     def _transformed(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """What the rules before preconditioning make of a gradient."""

@@ -40,7 +40,7 @@ from kronfac.protocol.block import (
 )
 
 Form = Literal["dense", "diagonal", "identity"]
-Solver = Literal["eigen", "cholesky", "newton-schulz"]
+Solver = Literal["eigen", "cholesky", "newton-schulz", "thermodynamic"]
 
 #: Widest side that ``solver="auto"`` decomposes; beyond it Cholesky is about four times cheaper.
 EIGEN_MAX_WIDTH = 2048
@@ -59,7 +59,7 @@ class KFACBlock(Block):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         *,
-        solver: Literal["auto", "eigen", "cholesky", "newton-schulz"],
+        solver: Literal["auto"] | Solver,
         max_dim: int,
         output_factor: bool,
         per_sample: bool,
@@ -178,7 +178,7 @@ class KFACBlock(Block):
         self, side: str, given: Given, share: tuple[int, int] | None = None
     ) -> dict[str, Tensor] | None:
         shifts, usable = self._split_damping(given)
-        inverse = self._damped_inverse(side, given.means[side], shifts[side], share)
+        inverse = self._damped_inverse(side, given, shifts[side], share)
         if inverse is None:
             return None
         if self.forms["G"] == "identity":
@@ -189,8 +189,9 @@ class KFACBlock(Block):
         return {f"{side}.inverse": inverse}
 
     def _damped_inverse(
-        self, side: str, mean: Tensor, shift: Tensor, share: tuple[int, int] | None
+        self, side: str, given: Given, shift: Tensor, share: tuple[int, int] | None
     ) -> Tensor | None:
+        mean = given.means[side]
         if self.forms[side] == "diagonal":
             inverse = 1 / (mean + shift[..., None])
             if side == "A" and self.picks_columns:
@@ -200,9 +201,13 @@ class KFACBlock(Block):
         damped = mean + identity * shift[..., None, None]
         if share is not None:
             return cholesky_inverse_share(damped, *share)
+        return self._inverse(side, damped, shift, given)
+
+    def _inverse(self, side: str, damped: Tensor, floor: Tensor, given: Given) -> Tensor | None:
+        """The inverse of a dense side, no eigenvalue of which is below ``floor``."""
         if self.solver == "cholesky":
             return cholesky_inverse(damped)
-        return newton_schulz_inverse(damped, shift)
+        return newton_schulz_inverse(damped, floor)
 
     def _or_identity(
         self, side: str, inverse: Tensor, usable: Tensor, share: tuple[int, int] | None
@@ -274,19 +279,15 @@ class KFACBlock(Block):
                 return right
             inverse = solution["G.inverse"]
             return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
-        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
-        turned = self._turn(solution, gradient) / self._damped(solution, damping)
-        turned = turned if rotate_in is None else turned @ rotate_in.mT
-        return turned if rotate_out is None else rotate_out @ turned
+        return self._turn_back(
+            solution, self._turn(solution, gradient) / self._damped(solution, damping)
+        )
 
     def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """See :meth:`Block.multiply`."""
         if self.solver != "eigen":
             return super().multiply(solution, matrix)
-        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
-        turned = self._turn(solution, matrix) * self._eigenvalues(solution)
-        turned = turned if rotate_in is None else turned @ rotate_in.mT
-        return turned if rotate_out is None else rotate_out @ turned
+        return self._turn_back(solution, self._turn(solution, matrix) * self._eigenvalues(solution))
 
     def quadratic(self, solution: Tensors, step: Tensor) -> Tensor:
         """See :meth:`Block.quadratic`; half the products of :meth:`multiply`."""
@@ -299,6 +300,12 @@ class KFACBlock(Block):
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
         turned = matrix if rotate_out is None else rotate_out.mT @ matrix
         return turned if rotate_in is None else turned @ rotate_in
+
+    def _turn_back(self, solution: Tensors, turned: Tensor) -> Tensor:
+        """Undo :meth:`_turn`."""
+        rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
+        turned = turned if rotate_in is None else turned @ rotate_in.mT
+        return turned if rotate_out is None else rotate_out @ turned
 
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """See :meth:`Block.mean_curvature`; inverses have their damping in them."""
@@ -349,5 +356,5 @@ class KFACBlock(Block):
 
     def _cubes(self, side: str) -> int:
         """Operations to solve a dense side."""
-        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}[self.solver]
+        per_cube = {"eigen": 9, "cholesky": 1, "newton-schulz": 80}.get(self.solver, 9)
         return math.prod(self.shape[:-2]) * per_cube * self.widths[side] ** 3

@@ -35,7 +35,8 @@ class KFAC(Preconditioned):
             (the model's own distribution, see :meth:`observe`), ``"forward"`` (none: ``G = I``).
         sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators);
-            ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond.
+            ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond. ``"thermodynamic"``, or a
+            :class:`kronfac.Thermodynamic`, simulates a physical system that inverts by its noise.
         power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,
             may suit some models better. Below 1 only with the eigen solver.
         momentum: heavy ball taken before preconditioning; the base then usually has none.

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
 from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.thermodynamic import (
+    CovarianceBlock,
+    LinearSystemsBlock,
+    Readout,
+    Thermodynamic,
+)
 from kronfac.methods.kfac.unit_wise import UnitWiseBlock
 from kronfac.options.config import Options, check_choice, check_count, is_real
 from kronfac.protocol.block import Block
 from kronfac.protocol.method import Defaults, Method
+from kronfac.protocol.transform import Transform
 
 Sharing = Literal["expand", "reduce"]
-SolverOption = Literal["auto", "eigen", "cholesky", "newton-schulz"]
+SolverOption = (
+    Literal["auto", "eigen", "cholesky", "newton-schulz", "thermodynamic"] | Thermodynamic
+)
+SOLVERS = ("auto", "eigen", "cholesky", "newton-schulz", "thermodynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +41,8 @@ class KFACMethod(Method):
 
     def __post_init__(self) -> None:
         check_choice("sharing", self.sharing, ("expand", "reduce"))
-        check_choice("solver", self.solver, ("auto", "eigen", "cholesky", "newton-schulz"))
+        if not isinstance(self.solver, Thermodynamic):
+            check_choice("solver", self.solver, SOLVERS)
         check_count("max_dim", self.max_dim)
         check_power(self.power)
         if self.power != 1 and self.solver not in ("auto", "eigen"):
@@ -50,22 +61,36 @@ class KFACMethod(Method):
             return "fisher='forward' observes no gradients, and its inputs alone show nothing"
         return None
 
+    @property
+    def device(self) -> Thermodynamic | None:
+        """The thermodynamic computer that solves, if one does."""
+        if isinstance(self.solver, Thermodynamic):
+            return self.solver
+        return Thermodynamic() if self.solver == "thermodynamic" else None
+
+    def transforms(self) -> tuple[Transform, ...]:
+        """See :meth:`Method.transforms`."""
+        return (Readout(),) if self.device is not None and self.device.method == 2 else ()
+
     def block(self, layer: Layer, grouped: bool = True) -> Block:
         """See :meth:`Method.block`."""
         if layer.unit_wise:
             return UnitWiseBlock(
                 layer.matrix_shape, layer.factor_dtype, per_sample=grouped, power=self.power
             )
-        return KFACBlock(
-            layer.matrix_shape,
-            layer.factor_dtype,
-            solver=self.solver if self.power == 1 else "eigen",
-            power=self.power,
-            max_dim=self.max_dim,
-            output_factor=self.output_factor,
-            per_sample=grouped and self.sharing == "reduce" and not layer.picks_columns,
-            picks_columns=layer.picks_columns,
-        )
+        common: dict[str, Any] = {
+            "power": self.power,
+            "max_dim": self.max_dim,
+            "output_factor": self.output_factor,
+            "per_sample": grouped and self.sharing == "reduce" and not layer.picks_columns,
+            "picks_columns": layer.picks_columns,
+        }
+        shape, dtype = layer.matrix_shape, layer.factor_dtype
+        if self.device is not None:
+            made = CovarianceBlock if self.device.method == 1 else LinearSystemsBlock
+            return made(shape, dtype, device=self.device, **common)
+        solver: Any = self.solver if self.power == 1 else "eigen"
+        return KFACBlock(shape, dtype, solver=solver, **common)
 
 
 def check_power(power: float, options: Options | None = None) -> None:

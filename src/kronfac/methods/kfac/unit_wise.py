@@ -69,14 +69,26 @@ class UnitWiseBlock(Block):
 
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
         """See :meth:`Block.precondition`."""
+        return self._turn_back(
+            solution, self._turn(solution, gradient) / self._damped(solution, damping)
+        )
+
+    def _damped(self, solution: Tensors, damping: float | Tensor) -> Tensor:
+        """Eigenvalues of ``(F_c + γI)ᵖ``, ``[C, k]``."""
         shift = damping[..., 0] if isinstance(damping, Tensor) else damping
-        values, vectors = solution["F.values"] + shift, solution.get("F.vectors")
-        if self.power != 1:
-            values = values.pow(self.power)
-        if vectors is None:
-            return gradient / values[..., None]
-        turned = (gradient.mT * vectors).sum(-2) / values
-        return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
+        values = solution["F.values"] + shift
+        return values if self.power == 1 else values.pow(self.power)
+
+    def _turn(self, solution: Tensors, matrix: Tensor) -> Tensor:
+        """Express a matrix ``[C, 1, k]`` in the eigenbasis of each channel, ``[C, k]``."""
+        vectors = solution.get("F.vectors")
+        return matrix[..., 0, :] if vectors is None else (matrix.mT * vectors).sum(-2)
+
+    def _turn_back(self, solution: Tensors, turned: Tensor) -> Tensor:
+        """Undo :meth:`_turn`."""
+        vectors = solution.get("F.vectors")
+        turned = turned[..., None, :]
+        return turned if vectors is None else (turned * vectors).sum(-1)[..., None, :]
 
     @property
     def signature(self) -> Hashable:
@@ -85,11 +97,7 @@ class UnitWiseBlock(Block):
 
     def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """See :meth:`Block.multiply`."""
-        values, vectors = solution["F.values"], solution.get("F.vectors")
-        if vectors is None:
-            return matrix * values[..., None]
-        turned = (matrix.mT * vectors).sum(-2) * values
-        return (turned[..., None, :] * vectors).sum(-1)[..., None, :]
+        return self._turn_back(solution, self._turn(solution, matrix) * solution["F.values"])
 
     @property
     def cost(self) -> Cost:
