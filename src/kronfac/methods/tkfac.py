@@ -83,7 +83,7 @@ class TKFACBlock(PairedBlock):
         trace = torch.where(usable, trace, 1.0)
         damping = torch.full_like(trace, given.damping)
         if given.relative:
-            sides = widths["A"] * widths["G"] if given.relative == "mean" else 1
+            sides = 1 if given.relative == "trace" else widths["A"] * widths["G"]
             damping = torch.where(usable, damping * trace / sides, 1.0)
         scale = trace.rsqrt()[..., None]
         scaled = mean * (scale[..., None] if self.forms[side] == "dense" else scale)
