@@ -110,13 +110,16 @@ class Block(ABC):
         """Contributions of the parameters, as a matrix shaped like the gradient's."""
         return {}
 
-    def compress(self, rows: Tensors, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Turn a rank's own gathered rows into what it sends to the others, by name.
+    def check_rows(self, inputs: Rows) -> None:  # noqa: B027 - most blocks can keep any
+        """Raise if rows of a call like these are more than can be kept until the step."""
 
-        In one process its rows are all that there are. ``generator`` is there if :attr:`draws`; ranks
-        have different numbers, and checkpoints resume them.
+    def compress(self, given: Given) -> dict[str, Tensor]:
+        """Turn a rank's own gathered rows, ``given.means``, into what it sends to the others, by name.
+
+        In one process its rows are all that there are. ``given.generator`` is there if :attr:`draws`;
+        ranks have different numbers, and checkpoints resume them.
         """
-        return dict(rows)
+        return dict(given.means)
 
     def rebase(self, name: str, value: Tensor, before: Tensors, after: Tensors) -> Tensor | None:
         """Express the sum or mean of a statistic in the basis of another solution, linearly.

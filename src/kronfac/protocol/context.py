@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kronfac.protocol.statistic import Tensors
@@ -34,7 +35,7 @@ NOTHING = Context()
 
 @dataclass(frozen=True)
 class Given:
-    """What one part is solved from.
+    """What one part is solved from, or what a rank's own rows are compressed with.
 
     Args:
         means: means of its own statistics; gathered rows as they are.
@@ -43,8 +44,11 @@ class Given:
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
+        counts: by gathered statistic, N over all ranks: what a sum over its rows is divided by to be a
+            mean over samples, however many rows a sample has.
         step: number of completed steps.
         relative: whether the damping is a share of the mean curvature.
+        generator: random numbers, if the block draws and compresses.
     """
 
     means: Tensors
@@ -53,8 +57,10 @@ class Given:
     previous: Tensors | None = None
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
     relative: bool = False
+    generator: torch.Generator | None = None
 
     def latest(self, name: str) -> Tensor:
         """The newest value of a tensor of the solution."""

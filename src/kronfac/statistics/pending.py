@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -93,8 +92,10 @@ class Pending:
         self.versions["output"] += 1
         if share != 1:
             for name, value in contributions.items():
-                gathered = self.block.statistics[name].combine == "gather"
-                value.mul_(math.sqrt(share) if gathered else share)
+                statistic = self.block.statistics[name]
+                # Rows are weighted so that their second moment, of degree 2, has the share.
+                gathered = statistic.combine == "gather"
+                value.mul_(share ** (statistic.degree / 2) if gathered else share)
         finite = self._screen(contributions)
         self._accumulate(contributions)
         before = self.finite.get(forward_pass)
