@@ -8,6 +8,7 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.empirical_ngd import EmpiricalNGD
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
@@ -21,6 +22,7 @@ __all__ = [
     "KFAC",
     "Defaults",
     "Distribute",
+    "EmpiricalNGD",
     "Hybrid",
     "LevenbergMarquardt",
     "Method",

@@ -8,5 +8,7 @@ from typing import Any
 Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
+    "EmpiricalNGD": ("EmpiricalNGD", {}),
+    "EmpiricalNGD gradients": ("EmpiricalNGD", {"keep": "gradients"}),
     "KFAC": ("KFAC", {}),
 }
