@@ -9,6 +9,7 @@ from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.empirical_ngd import EmpiricalNGD
+from kronfac.methods.hylo import HyLo
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
@@ -23,6 +24,7 @@ __all__ = [
     "Defaults",
     "Distribute",
     "EmpiricalNGD",
+    "HyLo",
     "Hybrid",
     "LevenbergMarquardt",
     "Method",
