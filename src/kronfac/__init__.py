@@ -9,7 +9,9 @@ from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.empirical_ngd import EmpiricalNGD
+from kronfac.methods.fngd import FNGD
 from kronfac.methods.hylo import HyLo
+from kronfac.methods.ief import IEF
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
@@ -20,6 +22,8 @@ __version__ = "0.1.0"
 
 registry.register("KFAC", KFAC)
 __all__ = [
+    "FNGD",
+    "IEF",
     "KFAC",
     "Defaults",
     "Distribute",

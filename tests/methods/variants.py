@@ -10,10 +10,12 @@ Variant = tuple[str, dict[str, Any]]
 VARIANTS: dict[str, Variant] = {
     "EmpiricalNGD": ("EmpiricalNGD", {}),
     "EmpiricalNGD gradients": ("EmpiricalNGD", {"keep": "gradients"}),
+    "FNGD": ("FNGD", {}),
     "HyLo": ("HyLo", {}),
     "HyLo kis": ("HyLo", {"mode": "kis", "rank": 0.5}),
     "HyLo switch": ("HyLo", {"mode": ((0, "kid"), (3, "kis")), "rank": 0.5}),
     "HyLo exact": ("HyLo", {"mode": "kis", "rank": 1.0}),
+    "IEF": ("IEF", {}),
     "KFAC": ("KFAC", {}),
 }
 
