@@ -13,6 +13,7 @@ from kronfac.methods.fngd import FNGD
 from kronfac.methods.hylo import HyLo
 from kronfac.methods.ief import IEF
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.mlbfgs import MLBFGS
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -25,6 +26,7 @@ __all__ = [
     "FNGD",
     "IEF",
     "KFAC",
+    "MLBFGS",
     "Defaults",
     "Distribute",
     "EmpiricalNGD",

@@ -17,6 +17,8 @@ VARIANTS: dict[str, Variant] = {
     "HyLo exact": ("HyLo", {"mode": "kis", "rank": 1.0}),
     "IEF": ("IEF", {}),
     "KFAC": ("KFAC", {}),
+    "MLBFGS": ("MLBFGS", {}),
+    "MLBFGS classical": ("MLBFGS", {"beta": 0.0, "bounds": (0.0, 1e9), "history": 3}),
 }
 
 #: Those whose ranks sketch their own rows, so that they do not equal one process.
