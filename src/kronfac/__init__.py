@@ -8,6 +8,7 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.dual_gauss_newton import DualGaussNewton
 from kronfac.methods.empirical_ngd import EmpiricalNGD
 from kronfac.methods.fngd import FNGD
 from kronfac.methods.hylo import HyLo
@@ -29,6 +30,7 @@ __all__ = [
     "MLBFGS",
     "Defaults",
     "Distribute",
+    "DualGaussNewton",
     "EmpiricalNGD",
     "HyLo",
     "Hybrid",

@@ -8,6 +8,8 @@ from typing import Any
 Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
+    "DualGaussNewton": ("DualGaussNewton", {}),
+    "DualGaussNewton 3": ("DualGaussNewton", {"iterations": 3}),
     "EmpiricalNGD": ("EmpiricalNGD", {}),
     "EmpiricalNGD gradients": ("EmpiricalNGD", {"keep": "gradients"}),
     "FNGD": ("FNGD", {}),
