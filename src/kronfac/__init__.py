@@ -9,9 +9,15 @@ from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
 from kronfac.methods.cgfac import CGFAC
+from kronfac.methods.dual_gauss_newton import DualGaussNewton
 from kronfac.methods.ekfac.method import EKFAC
+from kronfac.methods.empirical_ngd import EmpiricalNGD
+from kronfac.methods.fngd import FNGD
+from kronfac.methods.hylo import HyLo
+from kronfac.methods.ief import IEF
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.methods.kfac.thermodynamic import Thermodynamic
+from kronfac.methods.mlbfgs import MLBFGS
 from kronfac.methods.singd.method import SINGD
 from kronfac.methods.tekfac import TEKFAC
 from kronfac.methods.tkfac import TKFAC
@@ -28,13 +34,19 @@ registry.register("KFAC", KFAC)
 __all__ = [
     "CGFAC",
     "EKFAC",
+    "FNGD",
+    "IEF",
     "KFAC",
+    "MLBFGS",
     "SINGD",
     "TEKFAC",
     "TKFAC",
     "TNGD",
     "Defaults",
     "Distribute",
+    "DualGaussNewton",
+    "EmpiricalNGD",
+    "HyLo",
     "Hybrid",
     "LevenbergMarquardt",
     "Method",

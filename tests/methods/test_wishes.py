@@ -260,9 +260,9 @@ def test_draws_are_saved() -> None:
 class HalfBlock(toys.SampleSpaceBlock):
     """Each rank sends the longer half of its rows."""
 
-    def compress(self, rows: Any, generator: Any) -> dict[str, Tensor]:
-        chosen = longer_half(rows["a"])
-        return {name: value[chosen] for name, value in rows.items()}
+    def compress(self, given: Given) -> dict[str, Tensor]:
+        chosen = longer_half(given.means["a"])
+        return {name: value[chosen] for name, value in given.means.items()}
 
     def solve(self, part: str, given: Given) -> dict[str, Tensor]:
         assert len(given.shards["a"]) in (1, 3)
@@ -330,6 +330,99 @@ def idle_on_rank(rank: int, idle: int, refresh_every: int) -> Tensor:
 def test_rows_of_an_idle_rank_are_not_gathered_again(idle: int, refresh_every: int) -> None:
     for rows in run(2, idle_on_rank, idle, refresh_every):
         assert rows.shape == (4, 4)
+
+
+class CountingBlock(toys.SampleSpaceBlock):
+    """Remembers what its rows are divided by, when they are compressed and when they are solved."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        made = Statistic((1,), "compressed", combine="gather")
+        self.statistics = {**self.statistics, "before": made}
+        self.solution_shapes = {**self.solution_shapes, "counts": (2,)}
+
+    def compress(self, given: Given) -> dict[str, Tensor]:
+        return {**given.means, "before": given.means["a"].new_full((1, 1), given.counts["g"])}
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        found = [float(given.means["before"][0]), given.counts["g"]]
+        return {**super().solve(part, given), "counts": torch.tensor(found)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingMethod(toys.Toy):
+    made = CountingBlock
+
+
+Counting = kronfac.register_method(CountingMethod)
+
+
+def counts_on_rank(rank: int, scheme: str) -> list[Tensor]:
+    with double_precision():
+        torch.manual_seed(0)
+        model = layer()
+        wrapped = DistributedDataParallel(model)
+        options: dict[str, Any] = {"distribute": scheme, "on_missing": "ignore"}
+        optimizer = Counting(wrapped, SGD(model.parameters(), lr=0.0), **options)
+        found = []
+        for number in range(2):
+            optimizer.zero_grad()
+            context = optimizer.no_capture() if number and rank else torch.enable_grad()
+            with context:
+                sample_losses(wrapped(torch.randn(4, 4))).mean().backward()
+            optimizer.step()
+            found.append((optimizer.layers[0].solution or {}).get("counts"))
+        return found
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt", "local"])
+def test_counts_are_those_of_the_rows_that_are_there(scheme: str) -> None:
+    """Eight samples on two ranks; then one of them observes nothing and keeps older rows."""
+    (first, second), *_ = run(2, counts_on_rank, scheme)
+    assert first.tolist() == ([4, 4] if scheme == "local" else [8, 8])
+    assert second.tolist() == [4, 4]
+
+
+def test_a_batch_that_was_dropped_does_not_count() -> None:
+    model = layer()
+    optimizer = Counting(model, SGD(model.parameters(), lr=0.0))
+    for x in (normal(4, 4), torch.full((2, 4), torch.nan)):
+        sample_losses(model(x)).sum().div(6).backward()
+    model.weight.grad.nan_to_num_(0)
+    optimizer.step()
+    assert state_of(optimizer).solution["counts"].tolist() == [4, 4]
+
+
+class PickyBlock(toys.SampleSpaceBlock):
+    def check_rows(self, inputs: Any) -> None:
+        if inputs.samples > 4:
+            raise ValueError(f"{inputs.samples} samples are too many")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickyMethod(toys.Toy):
+    made = PickyBlock
+
+
+Picky = kronfac.register_method(PickyMethod)
+
+
+def test_rows_can_be_refused_before_they_are_kept() -> None:
+    model = layer()
+    optimizer = Picky(model, SGD(model.parameters(), lr=0.0))
+    take(optimizer, normal(4, 4))
+    with pytest.raises(ValueError, match="6 samples are too many"):
+        take(optimizer, normal(6, 4))
+
+
+def test_rows_are_in_the_summary() -> None:
+    model = layer()
+    optimizer = toys.SampleSpace(model, SGD(model.parameters(), lr=0.0))
+    assert "Rows are kept until the step and gathered: 56 B for one row" in optimizer.summary()
+    assert state_of(optimizer).held_bytes == 0
+    take(optimizer, normal(N, 4))
+    # rows as they were observed, rows in the solution, and the kernel
+    assert state_of(optimizer).held_bytes == 8 * (2 * N * (4 + 3) + N * N)
 
 
 # --- where things travel and how they are kept -------------------------------------------------
@@ -458,6 +551,24 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x[: len(x) // 2])
+
+
+class SometimesMixing(Mixing):
+    def forward(self, x: Tensor, mixes: bool = False) -> Tensor:
+        return super().forward(x) if mixes else self.linear(x)
+
+
+def test_rows_that_are_no_longer_those_of_samples() -> None:
+    """The solution of the other kind is not used again."""
+    model = SometimesMixing()
+    optimizer = Ungrouped(model, SGD(model.parameters(), lr=0.0))
+    for mixes in (False, True):
+        optimizer.zero_grad()
+        sample_losses(model(normal(N, 4), mixes)).mean().backward()
+        before = model.linear.weight.grad.clone()
+        optimizer.step()
+    assert_equal(model.linear.weight.grad, before)
+    assert list(state_of(optimizer).solution) == ["b"]
 
 
 def test_a_checkpoint_of_a_layer_without_groups_loads_into_a_fresh_optimizer() -> None:

@@ -406,10 +406,10 @@ class CompressedRowsBlock(SampleSpaceBlock):
         lengths = Statistic((*self.batch, 1), "compressed", combine="gather")
         self.statistics = {**self.statistics, "lengths": lengths}
 
-    def compress(self, rows: Tensors, generator: torch.Generator | None) -> dict[str, Tensor]:
-        a, g = rows["a"], rows["g"]
-        assert generator is not None
-        signs = torch.randint(2, (a.shape[-2], 1), generator=generator) * 2.0 - 1
+    def compress(self, given: Given) -> dict[str, Tensor]:
+        a, g = given.means["a"], given.means["g"]
+        assert given.rank_generator is not None
+        signs = torch.randint(2, (a.shape[-2], 1), generator=given.rank_generator) * 2.0 - 1
         lengths = a.norm(dim=-1, keepdim=True)
         return {"a": a / lengths * signs, "g": g * signs, "lengths": lengths}
 

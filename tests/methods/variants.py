@@ -10,6 +10,16 @@ import kronfac
 Variant = tuple[str, dict[str, Any]]
 
 VARIANTS: dict[str, Variant] = {
+    "DualGaussNewton": ("DualGaussNewton", {}),
+    "DualGaussNewton 3": ("DualGaussNewton", {"iterations": 3}),
+    "EmpiricalNGD": ("EmpiricalNGD", {}),
+    "EmpiricalNGD gradients": ("EmpiricalNGD", {"keep": "gradients"}),
+    "FNGD": ("FNGD", {}),
+    "HyLo": ("HyLo", {}),
+    "HyLo kis": ("HyLo", {"mode": "kis", "rank": 0.5}),
+    "HyLo switch": ("HyLo", {"mode": ((0, "kid"), (3, "kis")), "rank": 0.5}),
+    "HyLo exact": ("HyLo", {"mode": "kis", "rank": 1.0}),
+    "IEF": ("IEF", {}),
     "KFAC": ("KFAC", {}),
     "EKFAC": ("EKFAC", {}),
     "EKFAC-gradient": ("EKFAC", {"moments": "gradient"}),
@@ -37,4 +47,9 @@ VARIANTS: dict[str, Variant] = {
     "KFAC thermodynamic systems": ("KFAC", {"solver": kronfac.Thermodynamic(method=2, bits=8)}),
     "TNGD": ("TNGD", {}),
     "TNGD cold, noisy": ("TNGD", {"start": "gradient", "time": 2.0, "noise": 1e-4}),
+    "MLBFGS": ("MLBFGS", {}),
+    "MLBFGS classical": ("MLBFGS", {"beta": 0.0, "bounds": (0.0, 1e9), "history": 3}),
 }
+
+#: Those whose ranks sketch their own rows, so that they do not equal one process.
+SKETCHED = frozenset({"HyLo", "HyLo kis", "HyLo switch"})

@@ -25,6 +25,7 @@ def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass)
     if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
         state.fall_back_to_expand()
     if state.block.holds_rows:
+        state.block.check_rows(rows)
         state.pending.hold_input(rows, forward_pass)
         return True
     times = forward_pass.samples if broadcast else 1  # one row for each sample

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from kronfac.distributed.comm.traffic import Traffic
 from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
+from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.forward_pass import Pass
@@ -103,7 +103,9 @@ class Local(Coordinator):
         for state, due_parts in due.items():
             parts = state.news(due_parts)
             with self.phases("refresh", state.name):
-                means = own_means(state, state.names_of(parts), generator)
+                counts = state.row_counts()
+                given = now.given(state, {}, counts=counts, rank_generator=generator)
+                means = own_means(state, state.names_of(parts), given)
                 if means is None:
                     continue
                 shards = {
@@ -112,7 +114,7 @@ class Local(Coordinator):
                     if state.running[name].statistic.combine == "gather"
                 }
                 previous = state.solution_in_use
-                given = now.given(state, means, previous=previous, shards=shards)
+                given = now.given(state, means, previous=previous, shards=shards, counts=counts)
                 solution = state.block.refresh(given, parts)
             yield state, solution
 
@@ -180,16 +182,17 @@ def settle_own(states: Sequence[LayerState], normalizer: Normalizer) -> None:
     broadcast.settle(states, normalizer, add_up=None, adds=True)
 
 
-def own_means(
-    state: LayerState, names: Sequence[str], generator: torch.Generator | None
-) -> dict[str, Tensor] | None:
-    """Means of some statistics of a layer; ``None`` if one is missing that has to be there."""
+def own_means(state: LayerState, names: Sequence[str], given: Given) -> dict[str, Tensor] | None:
+    """Means of some statistics of a layer; ``None`` if one is missing that has to be there.
+
+    ``given`` is what rows are compressed with.
+    """
     running = {name: state.running[name] for name in names}
     needed = [one for one in running.values() if not one.statistic.may_be_missing]
     if any(one.sum is None for one in needed):
         return None
     gathers = any(one.statistic.combine == "gather" for one in running.values())
-    rows = state.compressed_rows(generator) if gathers else {}
+    rows = state.compressed_rows(given) if gathers else {}
     means = {}
     for name, one in running.items():
         if one.statistic.source == "compressed":

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from kronfac.distributed.rounds import Rounds
 
 
-#: The rows that this rank contributes to the gathered statistics of a layer, by name.
-Compress = Callable[[LayerState], Mapping[str, Tensor]]
+#: The rows that this rank contributes to the gathered statistics of a layer, by name, given what rows
+#: of all ranks are divided by.
+Compress = Callable[[LayerState, Mapping[str, float]], Mapping[str, Tensor]]
 #: With staggered refreshes layers travel in other company each time; so many buckets are kept.
 MAX_LAYOUTS = 4
 
@@ -212,23 +213,39 @@ class Round:
             times.append(-2.0 if running.sum is None else float(running.gathered_at))
         newest = dict(zip(self.gathered, world.largest(times).tolist(), strict=True))
         self._newest = newest
-        rows: dict[str, Tensor] = {}
-        for state in dict.fromkeys(self.sources[key][0] for key in self.gathered):
+        states = list(dict.fromkeys(self.sources[key][0] for key in self.gathered))
+        for state in states:
             for name, running in state.running.items():
                 if running.gathered_at < newest.get(self.layout.key(state, name), -2):
                     running.forget()
-            found = state.own_rows() if compress is None else compress(state)
-            rows |= {self.layout.key(state, name): value for name, value in found.items()}
+        self._count_rows()
+        rows: dict[str, Tensor] = {}
+        for state in states:
+            keys = {name: self.layout.key(state, name) for name in state.running}
+            counts = {name: self.counts[key] for name, key in keys.items() if key in self.gathered}
+            found = state.own_rows() if compress is None else compress(state, counts)
+            rows |= {keys[name]: value for name, value in found.items()}
         here = [0.0] * world.size * len(self.gathered)
         for index, key in enumerate(self.gathered):
             here[index * world.size + world.rank] = float(rows[key].shape[-2])
-        counts = [int(n) for n in world.total(here).tolist()]
+        sizes = [int(n) for n in world.total(here).tolist()]
         for index, key in enumerate(self.gathered):
-            shards = counts[index * world.size : (index + 1) * world.size]
+            shards = sizes[index * world.size : (index + 1) * world.size]
             self.shards[key] = shards
             if max(shards):
                 rows[key] = world.all.gather("reduce", rows[key].contiguous(), shards)
         return {key: rows[key] for key in self.gathered}
+
+    def _count_rows(self) -> None:
+        """Count again what gathered rows are divided by, without those that were too old."""
+        world, counts = self.layout.world, []
+        for key in self.gathered:
+            state, name = self.sources[key]
+            count = state.running[name].count
+            here = new_count(0.0, world.device) if count is None else count.to(world.device)
+            counts.append(here.reshape(1))
+        total = world.total(torch.cat(counts)).tolist()
+        self.counts |= dict(zip(self.gathered, total, strict=True))
 
     def settle(self, sums: Mapping[str, Tensor]) -> None:
         """Leave each statistic with its keeper."""

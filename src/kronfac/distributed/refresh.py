@@ -36,6 +36,8 @@ class Solving:
         self.now = now
         #: By gathered statistic, how many rows each rank contributed.
         self.shards: dict[str, list[int]] = {}
+        #: By statistic, what its sum is divided by.
+        self.counts: dict[str, float] = {}
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.missing = dict.fromkeys(due, False)
@@ -183,12 +185,15 @@ class Solving:
             self.missing[state] = True
             return None
         shards = {name: self.shards.get(self.layout.key(state, name), ()) for name in names}
+        gathered = [name for name in names if state.running[name].statistic.combine == "gather"]
+        counts = {name: self.counts.get(self.layout.key(state, name), 0.0) for name in gathered}
         return self.now.given(
             state,
             {name: means[name] for name in names if name in means},
             outlines=self.outlines[state],
             previous=state.solution_in_use,
             shards=shards,
+            counts=counts,
         )
 
     def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:

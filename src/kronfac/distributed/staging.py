@@ -26,9 +26,13 @@ def solve(rounds: Rounds, due: Due, now: Now) -> Iterable[Solved]:
     generator = now.generator(due, layout.world.rank)
     if layout.is_local:
         return _solve_own(solving, generator)
+
+    def compress(state: LayerState, counts: Mapping[str, float]) -> Mapping[str, Tensor]:
+        return state.compressed_rows(now.given(state, {}, counts=counts, rank_generator=generator))
+
     with rounds.phases("reduce"):
-        current, arrivals = rounds.finish(due, lambda state: state.compressed_rows(generator))
-    solving.shards = current.shards
+        current, arrivals = rounds.finish(due, compress)
+    solving.shards, solving.counts = current.shards, current.counts
     for key, (state, name) in current.sources.items():
         needed = not state.running[name].statistic.may_be_missing
         solving.missing[state] |= needed and not current.counts[key] > 0
@@ -110,7 +114,9 @@ def _own_outcome(solving: Solving) -> Iterator[Solved]:
 
 def _take_means(solving: Solving, state: LayerState, generator: torch.Generator | None) -> None:
     """Give a layer the means of what this rank has observed."""
-    means = own_means(state, state.names_of(solving.due[state]), generator)
+    counts = state.row_counts()
+    given = solving.now.given(state, {}, counts=counts, rank_generator=generator)
+    means = own_means(state, state.names_of(solving.due[state]), given)
     if means is None:
         solving.missing[state] = True
         return
@@ -118,4 +124,6 @@ def _take_means(solving: Solving, state: LayerState, generator: torch.Generator 
     solving.outlines[state] = state.block.outlines(means)
     for name, mean in means.items():
         if state.running[name].statistic.combine == "gather":
-            solving.shards[solving.layout.key(state, name)] = [mean.shape[-2]]
+            key = solving.layout.key(state, name)
+            solving.shards[key] = [mean.shape[-2]]
+            solving.counts[key] = counts.get(name, 0.0)

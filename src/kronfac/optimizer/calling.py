@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
-from kronfac.optimizer.common import DEFAULTS
+from kronfac.optimizer.common import all_defaults
 from kronfac.protocol.method import Defaults
 
 P = ParamSpec("P")
@@ -53,7 +53,7 @@ def with_common(own: inspect.Signature, common: type, defaults: Defaults) -> ins
             default=value,
             annotation=common.__annotations__[name],
         )
-        for name, value in {**vars(defaults), **DEFAULTS}.items()
+        for name, value in all_defaults(defaults).items()
     ]
     named = inspect.Parameter.KEYWORD_ONLY
     first = [one for one in kept if one.kind is not named]

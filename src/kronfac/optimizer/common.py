@@ -12,6 +12,7 @@ from kronfac.adaptive.interval import Interval
 from kronfac.adaptive.relative import Relative
 from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale
 from kronfac.placement.scheme import Distribute, Hybrid
+from kronfac.protocol.method import Defaults
 
 
 class Common(TypedDict, total=False):
@@ -39,9 +40,8 @@ class Common(TypedDict, total=False):
     process_group: Any
 
 
-#: Their values where neither a user nor a method says otherwise.
+#: Values of those that no method says otherwise of.
 DEFAULTS: dict[str, Any] = {
-    "fisher": "empirical",
     "momentum": 0.0,
     "nesterov": False,
     "kl_clip": 1e-3,
@@ -57,3 +57,8 @@ DEFAULTS: dict[str, Any] = {
     "distribute": "auto",
     "process_group": None,
 }
+
+
+def all_defaults(defaults: Defaults) -> dict[str, Any]:
+    """Every common keyword with its value where a user says nothing, in the order of help."""
+    return {**vars(defaults), **DEFAULTS}

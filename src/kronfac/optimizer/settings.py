@@ -6,7 +6,7 @@ from typing import Any
 
 from kronfac.adaptive.damping import as_schedule
 from kronfac.adaptive.interval import as_intervals
-from kronfac.optimizer.common import DEFAULTS, Common
+from kronfac.optimizer.common import Common, all_defaults
 from kronfac.options.config import (
     Options,
     Schedules,
@@ -22,7 +22,7 @@ _QUADRATIC_DAMPING = 1e-3
 
 def with_defaults(defaults: Defaults, common: Common) -> dict[str, Any]:
     """Every common keyword with its value, in the order in which help shows them."""
-    values = {**vars(defaults), **DEFAULTS}
+    values = all_defaults(defaults)
     unknown = [name for name in common if name not in values]
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; choose among {', '.join(values)}.")

@@ -86,10 +86,13 @@ def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[
     total = sum(state.held_bytes for state in states)
     observed = [state for state in states if state.observed]
     peak = sum(state.block.cost.statistics_bytes for state in observed)
+    row = sum(state.row_bytes for state in observed)
+    rows = [f"Rows are kept until the step and gathered: {_bytes(row)} for one row of every layer."]
     if ranks is None:
         return [
             f"Memory: {_bytes(total)} for statistics and solutions, and another {_bytes(peak)} for a",
             "moment when statistics are taken.",
+            *(rows if row else ()),
         ]
     # What was observed since the last refresh waits on every rank, also where it is not kept.
     kept = sum(state.kept_bytes for state in observed)
@@ -97,6 +100,7 @@ def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[
         f"Memory of this rank: {_bytes(total)} for statistics and solutions, and up to",
         f"{_bytes(2 * peak - kept)} until statistics are added up over ranks, and "
         f"{_bytes(ranks.message_bytes)} for messages.",
+        *(rows if row else ()),
     ]
 
 

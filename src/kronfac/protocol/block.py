@@ -13,7 +13,6 @@ These kinds of statistics cover the family:
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -91,9 +90,13 @@ class Block(ABC):
         return frozenset(name for one in statistics if not one.is_replicated for name in one.basis)
 
     def weight(self, name: str, share: float) -> float:
-        """The factor that makes a contribution count ``share`` times: gathered rows will be squared."""
-        gathered = self.statistics[name].combine == "gather"
-        return math.sqrt(share) if gathered else share
+        """The factor that makes a contribution count ``share`` times.
+
+        Gathered rows are weighted so that their second moment, of degree 2, has the share.
+        """
+        statistic = self.statistics[name]
+        gathered = statistic.combine == "gather"
+        return float(share ** (statistic.degree / 2)) if gathered else share
 
     # Observing. Contributions of inputs and outputs are tensors of their own, not views of rows, since
     # sums are kept in place.
@@ -120,13 +123,16 @@ class Block(ABC):
         """Contributions of the parameters, as a matrix shaped like the gradient's."""
         return {}
 
-    def compress(self, rows: Tensors, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Turn a rank's own gathered rows into what it sends to the others, by name.
+    def check_rows(self, inputs: Rows) -> None:  # noqa: B027 - most blocks can keep any
+        """Raise if rows of a call like these are more than can be kept until the step."""
 
-        In one process its rows are all that there are. ``generator`` is there if :attr:`draws`; ranks
-        have different numbers, and checkpoints resume them.
+    def compress(self, given: Given) -> dict[str, Tensor]:
+        """Turn a rank's own gathered rows, ``given.means``, into what it sends to the others, by name.
+
+        In one process its rows are all that there are. ``given.rank_generator`` is there if
+        :attr:`draws`; ranks have different numbers, and checkpoints resume them.
         """
-        return dict(rows)
+        return dict(given.means)
 
     def rebase(self, name: str, value: Tensor, before: Tensors, after: Tensors) -> Tensor | None:
         """Express the sum or mean of a statistic in the basis of another solution, linearly.

@@ -42,7 +42,7 @@ NOTHING = Context()
 
 @dataclass(frozen=True)
 class Given:
-    """What one part is solved from.
+    """What one part is solved from, or what a rank's own rows are compressed with.
 
     Args:
         means: means of its own statistics; gathered rows as they are.
@@ -51,10 +51,13 @@ class Given:
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
+        counts: by gathered statistic, N over all ranks: what a sum over its rows is divided by to be a
+            mean over samples, however many rows a sample has.
         step: number of completed steps.
         relative: what the damping is a share of, the ``"mean"`` eigenvalue or the ``"trace"``
             (:attr:`Block.knows_trace`), if it is one.
         seed: of the layer's random numbers at this step, alike on all ranks (:attr:`Block.draws`).
+        rank_generator: this rank's own random numbers while it compresses rows, if the block draws.
     """
 
     means: Tensors
@@ -63,9 +66,11 @@ class Given:
     previous: Tensors | None = None
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     step: int = 0
     relative: ShareOf | None = None
     seed: int = 0
+    rank_generator: torch.Generator | None = None
 
     def generator(self, part: str) -> torch.Generator:
         """Random numbers of one part, drawn on the CPU: whoever solves it has the same."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from kronfac.layers import Layer
-from kronfac.options.config import Options
+from kronfac.options.config import Fisher, Options
 from kronfac.protocol.block import Block
 from kronfac.protocol.transform import Transform
 
@@ -26,6 +26,7 @@ class Defaults:
     refresh_every: int = 100
     decay: float = 0.5
     rescale: str | None = "auto"
+    fisher: Fisher = "empirical"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from kronfac.layers import Layer
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.options.config import Rule, ShareOf
-from kronfac.protocol.block import bytes_of
+from kronfac.protocol.block import Given, Shape, bytes_of
 from kronfac.protocol.context import number_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
@@ -179,11 +180,19 @@ class LayerState:
                 rows[name] = empty if running.sum is None else running.sum
         return rows
 
-    def compressed_rows(self, generator: torch.Generator | None) -> dict[str, Tensor]:
+    def compressed_rows(self, given: Given) -> dict[str, Tensor]:
         """What the block makes of them before they are sent."""
         rows = self.own_rows()
         held = {name: value for name, value in rows.items() if value.shape[-2]}
-        return rows | (self.block.compress(held, generator) if held else {})
+        return rows | (self.block.compress(replace(given, means=held)) if held else {})
+
+    def row_counts(self) -> dict[str, float]:
+        """N of the gathered rows that are here, by name (reads it)."""
+        found = {}
+        for name, running in self.running.items():
+            if running.statistic.combine == "gather" and running.count is not None:
+                found[name] = float(running.count)
+        return found
 
     def use(self, solved: Mapping[str, Tensor]) -> None:
         """Take newly solved parts into use, and express statistics in the basis that they make."""
@@ -225,21 +234,43 @@ class LayerState:
         self.note = "expand: rows not grouped by sample"
         # Statistics are of another kind now; a solution still serves, and other ranks count on it.
         kept = {name: getattr(self, name) for name in _OUTLAST_STATISTICS}
+        before = self.block.solution_shapes
         self.reset()
         for name, value in kept.items():
             setattr(self, name, value)
+        if before != self.block.solution_shapes:
+            self.forget_solution()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the statistics that this rank keeps, once they exist."""
-        kept = (one.shape for name, one in self.block.statistics.items() if self.keeps(name))
-        return bytes_of(kept, self.layer.factor_dtype) * (3 if self.compares else 1)
+        """Bytes of the statistics that this rank keeps, once they exist; of rows, those that are here."""
+        dtype, rows = self.layer.factor_dtype, 0
+        kept = [one for name, one in self.running.items() if self.keeps(name)]
+        sums = [one.statistic.shape for one in kept if one.statistic.combine == "sum"]
+        for one in self.running.values():  # they stay where they were observed
+            if one.statistic.combine == "gather" and one.sum is not None:
+                rows += one.sum.numel() * dtype.itemsize
+        return bytes_of(sums, dtype) * (3 if self.compares else 1) + rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of each gathered statistic."""
+        if not self.observed:
+            return 0
+        known = self.block.statistics.values()
+        rows = (
+            one.shape for one in known if one.combine == "gather" and one.source != "compressed"
+        )
+        return bytes_of(rows, self.layer.factor_dtype)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the statistics, solution and buffers that this rank keeps, once they exist."""
-        shapes = self.block.solution_shapes
-        solution = bytes_of([shapes[name] for name in self.held], self.solution_dtype)
+        known, shapes = self.solution or {}, self.block.solution_shapes
+        held: list[Shape] = [shapes[name] for name in self.held]
+        if any(None in shape for shape in held):
+            held = [tuple(known[name].shape) for name in self.held if name in known]
+        solution = bytes_of(held, self.solution_dtype)
         buffers = self.buffer_shapes.values() if self.is_worker else ()
         return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
 

@@ -1,0 +1,1 @@
+"""Curvature from per-sample gradients: what methods that solve among samples share."""
