@@ -111,8 +111,8 @@ class Local(Coordinator):
                     for name, mean in means.items()
                     if state.running[name].statistic.combine == "gather"
                 }
-                previous = state.solution
-                given = now.given(means, previous=previous, shards=shards)
+                counts, previous = own_counts(state, means), state.previous
+                given = now.given(means, previous=previous, shards=shards, counts=counts)
                 solution = state.block.refresh(given, parts)
             yield state, solution
 
@@ -178,6 +178,12 @@ def settle_own(states: Sequence[LayerState], normalizer: Normalizer) -> None:
     """Turn rows that stand for all samples of this process into contributions."""
     broadcast.agree(states, None)
     broadcast.settle(states, normalizer, add_up=None, adds=True)
+
+
+def own_counts(state: LayerState, names: Iterable[str]) -> dict[str, Tensor]:
+    """What the means of some statistics are divided by; it stays on the device."""
+    counts = {name: state.running[name].count for name in names}
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 def own_means(

@@ -37,6 +37,7 @@ class Solving:
         #: By gathered statistic, how many rows each rank contributed.
         self.shards: dict[str, list[int]] = {}
         self.means: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
+        self.counts: dict[LayerState, dict[str, float | Tensor]] = {state: {} for state in due}
         self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.missing = dict.fromkeys(due, False)
         self.failed = dict.fromkeys(due, False)
@@ -186,8 +187,9 @@ class Solving:
         return self.now.given(
             {name: means[name] for name in names if name in means},
             outlines=self.outlines[state],
-            previous=state.solution,
+            previous=state.previous,
             shards=shards,
+            counts=self.counts[state],
         )
 
     def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:

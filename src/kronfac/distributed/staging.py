@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kronfac.distributed.coordinator import Now, Solved
 from kronfac.distributed.layout import Layout
-from kronfac.distributed.local import own_means
+from kronfac.distributed.local import own_counts, own_means
 from kronfac.distributed.reduce import Round
 from kronfac.distributed.refresh import Solving, Work
 from kronfac.distributed.rounds import Rounds
@@ -57,6 +57,7 @@ def _receive(
             elif current.counts[key] > 0:
                 mean = state.running[name].mean_of(total, current.counts[key])
                 solving.means[state][name] = mean
+                solving.counts[state][name] = current.counts[key]
         yield
 
 
@@ -115,6 +116,7 @@ def _take_means(solving: Solving, state: LayerState, generator: torch.Generator 
         solving.missing[state] = True
         return
     solving.means[state] = means
+    solving.counts[state] |= own_counts(state, means)
     solving.outlines[state] = state.block.outlines(means)
     for name, mean in means.items():
         if state.running[name].statistic.combine == "gather":

@@ -43,6 +43,7 @@ class Given:
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
+        counts: by statistic, how much its mean is divided by: their product is the decayed sum.
         step: number of completed steps.
         relative: whether the damping is a share of the mean curvature.
     """
@@ -53,6 +54,7 @@ class Given:
     previous: Tensors | None = None
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    counts: Mapping[str, float | Tensor] = field(default_factory=dict)
     step: int = 0
     relative: bool = False
 

@@ -105,6 +105,11 @@ class LayerState:
         """Whether there is a gradient to work on at this step."""
         return self.view.has_gradient
 
+    @property
+    def previous(self) -> dict[str, Tensor] | None:
+        """The solution that a new one may start from; what was only allocated is none."""
+        return None if self.solved_at is None else self.solution
+
     def forget_solution(self) -> None:
         """Let it be solved again at the next step, from the statistics that there are."""
         self._curvature = None

@@ -17,7 +17,7 @@ from kronfac.capture.capture import Capture
 from kronfac.capture.sampling import Observer
 from kronfac.capture.unobserved import Unobserved
 from kronfac.distributed.coordinator import Coordinator, Now, Solved
-from kronfac.distributed.local import Local
+from kronfac.distributed.local import Local, own_counts
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
 from kronfac.layers import Layer
@@ -338,7 +338,7 @@ class Preconditioner:
                 names = {name for part in parts for name in state.block.parts[part].statistics}
                 means = {name: state.running[name].mean_on_device() for name in sorted(names)}
                 known = {name: mean for name, mean in means.items() if mean is not None}
-                given = at.given(known, previous=state.solution)
+                given = at.given(known, previous=state.solution, counts=own_counts(state, known))
                 solved = state.block.refresh(given, parts)
                 if solved is not None:
                     state.use(solved)
