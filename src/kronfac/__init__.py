@@ -8,7 +8,10 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.jorge import Jorge
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.kldwrm import KLDWRM
+from kronfac.methods.shampoo import Shampoo
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -19,12 +22,15 @@ __version__ = "0.1.0"
 registry.register("KFAC", KFAC)
 __all__ = [
     "KFAC",
+    "KLDWRM",
     "Defaults",
     "Distribute",
     "Hybrid",
+    "Jorge",
     "LevenbergMarquardt",
     "Method",
     "Relative",
+    "Shampoo",
     "StaleInterval",
     "__version__",
     "layers",
