@@ -15,9 +15,12 @@ from kronfac.methods.empirical_ngd import EmpiricalNGD
 from kronfac.methods.fngd import FNGD
 from kronfac.methods.hylo import HyLo
 from kronfac.methods.ief import IEF
+from kronfac.methods.jorge import Jorge
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.methods.kfac.thermodynamic import Thermodynamic
+from kronfac.methods.kldwrm import KLDWRM
 from kronfac.methods.mlbfgs import MLBFGS
+from kronfac.methods.shampoo import Shampoo
 from kronfac.methods.singd.method import SINGD
 from kronfac.methods.tekfac import TEKFAC
 from kronfac.methods.tkfac import TKFAC
@@ -37,6 +40,7 @@ __all__ = [
     "FNGD",
     "IEF",
     "KFAC",
+    "KLDWRM",
     "MLBFGS",
     "SINGD",
     "TEKFAC",
@@ -48,9 +52,11 @@ __all__ = [
     "EmpiricalNGD",
     "HyLo",
     "Hybrid",
+    "Jorge",
     "LevenbergMarquardt",
     "Method",
     "Relative",
+    "Shampoo",
     "StaleInterval",
     "Thermodynamic",
     "__version__",

@@ -73,6 +73,76 @@ def test_each_update_comes_to_its_part_once(refresh_every: int) -> None:
         assert_equal(after, before @ expected)
 
 
+def test_what_was_only_allocated_is_nothing_to_update() -> None:
+    """Loaders make empty tensors by a step without gradients; no solution follows from those."""
+    model = layer()
+    optimizer = toys.ShermanMorrison(model, SGD(model.parameters(), lr=0.0))
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert not state_of(optimizer).solution["J"].any()
+    x = normal(N, 4)
+    before, after = take(optimizer, x)
+    a = x.mean(0)
+    assert_equal(after, before @ torch.linalg.inv((torch.eye(4) + torch.outer(a, a)) / 2))
+
+
+class SumBlock(toys.GradientBlock):
+    """`V / ΣV²`, of sums."""
+
+    label = "sums"
+
+    def __init__(self, one: Any) -> None:
+        super().__init__(one)
+        self.statistics = {"S": Statistic(self.shape, "gradient")}
+        self.solution_shapes = {"S": self.shape}
+
+    def observe_gradient(self, gradient: Tensor, context: Any = None) -> dict[str, Tensor]:
+        return {"S": gradient.square()}
+
+    def solve(self, part: str, given: Given) -> dict[str, Tensor]:
+        return {"S": given.means["S"] * given.counts["S"]}
+
+    def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
+        return gradient / solution["S"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumMethod(toys.Toy):
+    made = SumBlock
+
+
+Sum = kronfac.register_method(SumMethod)
+
+
+def sums(rank: int, scheme: str, size: int) -> tuple[Tensor, Tensor]:
+    """The step that is found, and the one that follows from all gradients."""
+    with double_precision():
+        torch.manual_seed(0)
+        model, expected = layer(), torch.zeros(3, 4)
+        wrapped = DistributedDataParallel(model) if size > 1 else model
+        base = SGD(model.parameters(), lr=0.0)
+        optimizer = Sum(wrapped, base, decay=0.5, distribute=scheme)
+        for _ in range(STEPS):
+            x = normal(N, 4).chunk(size)[rank]
+            optimizer.zero_grad()
+            sample_losses(wrapped(x)).mean().backward()
+            assert model.weight.grad is not None
+            gradient = model.weight.grad.clone()
+            expected = 0.5 * expected + gradient.square()
+            optimizer.step()
+        return model.weight.grad, gradient / expected
+
+
+def test_counts_make_sums_of_means() -> None:
+    assert_equal(*sums(0, "auto", 1))
+
+
+@pytest.mark.parametrize("scheme", ["replicated", "comm-opt", "mem-opt", "local"])
+def test_counts_make_sums_of_means_on_ranks(scheme: str) -> None:
+    for found in run(2, sums, scheme, 2):
+        assert_equal(*found)
+
+
 def test_a_layer_that_is_not_used_is_not_updated() -> None:
     model = nn.ModuleList([layer(), layer()])
     optimizer = toys.ShermanMorrison(model, SGD(model.parameters(), lr=0.0), on_missing="ignore")

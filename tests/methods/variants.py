@@ -49,6 +49,15 @@ VARIANTS: dict[str, Variant] = {
     "TNGD cold, noisy": ("TNGD", {"start": "gradient", "time": 2.0, "noise": 1e-4}),
     "MLBFGS": ("MLBFGS", {}),
     "MLBFGS classical": ("MLBFGS", {"beta": 0.0, "bounds": (0.0, 1e9), "history": 3}),
+    "KLDWRM": ("KLDWRM", {}),
+    "KLDWRM, quadratic": ("KLDWRM", {"variant": "q", "rho": 0.9}),
+    "Shampoo": ("Shampoo", {}),
+    "Shampoo, sums": ("Shampoo", {"accumulate": "sum"}),
+    "Shampoo, square roots": ("Shampoo", {"power": 0.5}),
+    "Shampoo, narrow": ("Shampoo", {"max_dim": 4}),
+    "Jorge": ("Jorge", {}),
+    "Jorge, as printed": ("Jorge", {"series": "paper", "beta2": 0.0}),
+    "Jorge, narrow": ("Jorge", {"max_dim": 4}),
 }
 
 #: Those whose ranks sketch their own rows, so that they do not equal one process.

@@ -114,7 +114,8 @@ class Local(Coordinator):
                     if state.running[name].statistic.combine == "gather"
                 }
                 previous = state.solution_in_use
-                given = now.given(state, means, previous=previous, shards=shards, counts=counts)
+                known = {**state.counts_of(means), **counts}
+                given = now.given(state, means, previous=previous, shards=shards, counts=known)
                 solution = state.block.refresh(given, parts)
             yield state, solution
 

@@ -185,8 +185,9 @@ class Solving:
             self.missing[state] = True
             return None
         shards = {name: self.shards.get(self.layout.key(state, name), ()) for name in names}
-        gathered = [name for name in names if state.running[name].statistic.combine == "gather"]
-        counts = {name: self.counts.get(self.layout.key(state, name), 0.0) for name in gathered}
+        keys = {name: self.layout.key(state, name) for name in names}
+        reduced = {name: self.counts[key] for name, key in keys.items() if key in self.counts}
+        counts = {**state.counts_of(names), **reduced}
         return self.now.given(
             state,
             {name: means[name] for name in names if name in means},

@@ -51,8 +51,8 @@ class Given:
         previous: the solution in use, if there is one: where to start from, or what to update.
         solved: what parts before this one have found now.
         shards: by gathered statistic, how many rows each rank contributed.
-        counts: by gathered statistic, N over all ranks: what a sum over its rows is divided by to be a
-            mean over samples, however many rows a sample has.
+        counts: by statistic, what its mean is divided by: their product is the decayed sum. That of
+            gathered rows is N over all ranks, however many rows a sample has.
         step: number of completed steps.
         relative: what the damping is a share of, the ``"mean"`` eigenvalue or the ``"trace"``
             (:attr:`Block.knows_trace`), if it is one.
@@ -66,7 +66,7 @@ class Given:
     previous: Tensors | None = None
     solved: Tensors = field(default_factory=dict)
     shards: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float | Tensor] = field(default_factory=dict)
     step: int = 0
     relative: ShareOf | None = None
     seed: int = 0

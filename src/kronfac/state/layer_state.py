@@ -186,6 +186,11 @@ class LayerState:
         held = {name: value for name, value in rows.items() if value.shape[-2]}
         return rows | (self.block.compress(replace(given, means=held)) if held else {})
 
+    def counts_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """What the means of some statistics that are here are divided by; it stays on the device."""
+        counts = {name: self.running[name].count for name in names}
+        return {name: count for name, count in counts.items() if count is not None}
+
     def row_counts(self) -> dict[str, float]:
         """N of the gathered rows that are here, by name (reads it)."""
         found = {}

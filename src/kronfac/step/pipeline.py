@@ -339,7 +339,8 @@ class Preconditioner:
                 names = {name for part in parts for name in state.block.parts[part].statistics}
                 means = {name: state.running[name].mean_on_device() for name in sorted(names)}
                 known = {name: mean for name, mean in means.items() if mean is not None}
-                given = at.given(state, known, previous=state.solution)
+                counts = state.counts_of(known)
+                given = at.given(state, known, previous=state.solution, counts=counts)
                 solved = state.block.refresh(given, parts)
                 if solved is not None:
                     state.use(solved)

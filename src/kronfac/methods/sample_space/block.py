@@ -69,7 +69,7 @@ class SampleBlock(Block):
 
     def samples(self, given: Given) -> float:
         """N: what a sum over rows is divided by."""
-        return given.counts[next(iter(self.gradients.statistics))]
+        return float(given.counts[next(iter(self.gradients.statistics))])
 
     @property
     def cost(self) -> Cost:
