@@ -92,11 +92,14 @@ class Block(ABC):
     def weight(self, name: str, share: float) -> float:
         """The factor that makes a contribution count ``share`` times.
 
-        Gathered rows are weighted so that their second moment, of degree 2, has the share.
+        Gathered rows are weighted so that their second moment has the share: those of inputs by
+        themselves, those of outputs together with what they are multiplied by, by their degree.
         """
         statistic = self.statistics[name]
-        gathered = statistic.combine == "gather"
-        return float(share ** (statistic.degree / 2)) if gathered else share
+        if statistic.combine != "gather":
+            return share
+        degree = 1 if statistic.source == "input" else statistic.degree
+        return float(share ** (degree / 2))
 
     # Observing. Contributions of inputs and outputs are tensors of their own, not views of rows, since
     # sums are kept in place.
