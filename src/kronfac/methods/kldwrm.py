@@ -44,15 +44,13 @@ class Wake(Transform):
         if at.solution is None:  # a raw step has no curvature to leave behind
             return gradient
         rate, buffers = at.rate, at.buffers
+        before, last = buffers.get("wake_weights", gradient.new_zeros(2)).unbind()
+        weight = self.rho * before + 1
+        scale = (weight * rate).to(weight.dtype)
+        corrected = gradient
         if "wake" in buffers:
-            weight, last = buffers["wake_weights"].unbind()
-            weight = self.rho * weight + 1
-            scale = weight * rate
             ratio = torch.where(scale > VANISHED * last, self.rho * last / scale, 0)
             corrected = gradient - ratio * buffers["wake"]
-        else:
-            weight = gradient.new_ones(())
-            scale, corrected = weight * rate, gradient
         if self.quadratic:
             corrected = corrected / (1 + rate)
             buffers["wake"] = gradient - rate * corrected

@@ -110,9 +110,9 @@ class ShampooMethod(TwoSidedMethod):
     Statistics are taken every ``factor_every`` steps, and roots, by an eigendecomposition, every
     ``refresh_every``. L and R are averages with a ``decay``, as in practice (Anil et al. 2020, "Scalable
     Second Order Optimization for Deep Learning"). The sum of the first paper is ``accumulate="sum"``;
-    with it, steps get shorter over time. ε is the ``damping`` of each side: a number in units of ``V Vᵀ`` or, by
-    default, :class:`kronfac.Relative` to the side's mean eigenvalue, as gradients have no scale of their
-    own. Of one gradient and without damping, P is the nearest orthogonal matrix.
+    its steps get shorter over time. ε is the ``damping`` of each side: a number in units of ``V Vᵀ`` or,
+    by default, :class:`kronfac.Relative` to the side's mean eigenvalue, as gradients have no scale of
+    their own. Of one gradient and without damping, P is the nearest orthogonal matrix.
 
     A bias is the last column of its weight's matrix, and a convolution is a matrix for each group; the
     papers give a tensor one more side for each dimension. Their steps have the length of SGD's, so
