@@ -128,10 +128,10 @@ class LayerState:
         seen = self.block.seen_through if self.observed else ()
         return tuple(name for name in names if name in seen)
 
-    @property
-    def solution_dtype(self) -> torch.dtype:
-        """Precision of the solution."""
-        return self.block.solution_dtype or self.layer.factor_dtype
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Precision of a tensor of the solution."""
+        narrow = None if name in self.block.full_precision else self.block.solution_dtype
+        return narrow or self.layer.factor_dtype
 
     def news(self, parts: Iterable[str]) -> list[str]:
         """Of some parts, those that there is something new for, or that follow the clock alone."""
@@ -224,7 +224,7 @@ class LayerState:
     def held_bytes(self) -> int:
         """Bytes of the statistics, solution and buffers that this rank keeps, once they exist."""
         shapes = self.block.solution_shapes
-        solution = bytes_of([shapes[name] for name in self.held], self.solution_dtype)
+        solution = sum(bytes_of([shapes[name]], self.dtype_of(name)) for name in self.held)
         buffers = self.buffer_shapes.values() if self.is_worker else ()
         return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
 
@@ -242,7 +242,7 @@ class LayerState:
             shapes = self.block.solution_shapes
             self.solution = {
                 name: torch.zeros(
-                    [n or 0 for n in shapes[name]], dtype=self.solution_dtype, device=device
+                    [n or 0 for n in shapes[name]], dtype=self.dtype_of(name), device=device
                 )
                 for name in self.held
             }
