@@ -100,6 +100,11 @@ class LayerState:
             raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")
         return shapes
 
+    def watches(self, side: str) -> bool:
+        """Whether the rows of a side are observed: ``"input"`` or ``"output"``."""
+        statistics = self.block.statistics.values()
+        return self.block.holds_rows or any(one.source == side for one in statistics)
+
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient to work on at this step."""
