@@ -130,6 +130,18 @@ def test_patch_total(shape: tuple[int, ...], window: Window) -> None:
     assert_equal(by_group(patch_total(x, window), window), obvious_patches(x, window).sum((1, 2)))
 
 
+@pytest.mark.parametrize("layout", ["first", "last", "strided"])
+def test_patch_total_in_any_order_of_memory(layout: str) -> None:
+    x = torch.randn(4, 3, 6, 5, dtype=torch.float64)
+    ordered = {
+        "first": x,
+        "last": x.contiguous(memory_format=torch.channels_last),
+        "strided": torch.cat([x, x], dim=3)[..., ::2],
+    }[layout]
+    kernel = window((3, 3), padding=1)
+    assert_equal(patch_total(ordered, kernel), patch_sums(ordered, kernel).sum(0))
+
+
 @every_geometry
 def test_patch_squares_are_the_diagonal_of_the_gram(shape: tuple[int, ...], window: Window) -> None:
     x = make_input(shape)

@@ -534,11 +534,66 @@ def test_a_basis_that_others_observe_in_is_shared_with_them() -> None:
         assert found["share"] == 0
 
 
+@pytest.mark.parametrize(("method", "hooked"), [("RankOne", True), ("GradientOnly", False)])
+def test_outputs_that_nobody_looks_at_are_not_hooked(method: str, hooked: bool) -> None:
+    model = layer()
+    optimizer = getattr(toys, method)(model, SGD(model.parameters(), lr=0.0))
+    assert bool(model(normal(N, 4))._backward_hooks) == hooked
+    optimizer.detach()
+
+
+class EachBlock(toys.ShermanMorrisonBlock):
+    """Its inverse is larger than the vector it is made of."""
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {name: replace(part, by_each=True) for name, part in super().parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EachMethod(toys.Toy):
+    made = EachBlock
+
+
+Each = kronfac.register_method(EachMethod)
+
+
+def each_on_rank(rank: int, scheme: str) -> tuple[Any, Tensor, Any, Tensor]:
+    found: list[Any] = []
+    with double_precision():
+        for method in (Each, toys.ShermanMorrison):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(layer())
+            optimizer = method(model, SGD(model.parameters(), lr=0.1), distribute=scheme)
+            for _ in range(3):
+                optimizer.zero_grad()
+                sample_losses(model(torch.randn(4, 4))).mean().backward()
+                optimizer.step()
+            found += [optimizer.stats()["bytes"], model.module.weight.detach()]
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt", "spd", "replicated"])
+def test_parts_that_each_rank_solves_are_not_sent(scheme: str) -> None:
+    for own, weight, sent, expected in run(2, each_on_rank, scheme):
+        assert_equal(weight, expected)
+        assert own["share"] == 0
+        assert own["reduce"] == sent["reduce"] == 3 * 8 * 4
+        if scheme == "comm-opt":
+            assert sent["share"] == 3 * 8 * 4 * 4
+
+
 class NarrowBlock(toys.RankOneBlock):
     solution_dtype = torch.bfloat16
+    full_precision = frozenset({"length"})
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.solution_shapes = {**self.solution_shapes, "length": (1,)}
 
     def solve(self, part: str, given: Given) -> dict[str, Tensor]:
-        return {name: mean.to(self.solution_dtype) for name, mean in given.means.items()}
+        narrow = {name: mean.to(self.solution_dtype) for name, mean in given.means.items()}
+        return {**narrow, "length": given.means["a"].norm(keepdim=True)}
 
     def precondition(self, solution: Any, gradient: Tensor, damping: float) -> Tensor:
         wide = {name: value.to(gradient.dtype) for name, value in solution.items()}
@@ -562,14 +617,15 @@ def narrow_on_rank(rank: int, scheme: str) -> tuple[Tensor, Any]:
         sample_losses(model(torch.randn(4, 4))).mean().backward()
         optimizer.step()
     solution = optimizer.layers[0].solution or {}
-    return model.module.weight.detach(), {value.dtype for value in solution.values()}
+    return model.module.weight.detach(), {name: one.dtype for name, one in solution.items()}
 
 
 @pytest.mark.parametrize("scheme", ["comm-opt", "mem-opt"])
 def test_solutions_may_be_narrow(scheme: str) -> None:
     (first, kept), (second, others) = run(2, narrow_on_rank, scheme)
     assert torch.equal(first, second)
-    assert kept | others == {torch.bfloat16}
+    half = torch.bfloat16
+    assert {**kept, **others} == {"a": half, "b": half, "length": torch.float32}
 
 
 def test_narrow_solutions_stay_narrow_when_they_are_loaded() -> None:
@@ -578,9 +634,10 @@ def test_narrow_solutions_stay_narrow_when_they_are_loaded() -> None:
     take(optimizer, normal(N, 4))
     other = Narrow(model, SGD(model.parameters(), lr=0.1))
     other.load_state_dict(optimizer.state_dict())
-    assert {one.dtype for one in state_of(other).solution.values()} == {torch.bfloat16}
+    dtypes = {name: one.dtype for name, one in state_of(other).solution.items()}
+    assert dtypes == {"a": torch.bfloat16, "b": torch.bfloat16, "length": torch.float64}
     printed = state_of(other).held_bytes
-    assert printed == 8 * (4 + 3) + 2 * (4 + 3)
+    assert printed == 8 * (4 + 3) + 2 * (4 + 3) + 8
 
 
 class UngroupedBlock(toys.SampleSpaceBlock):

@@ -307,10 +307,11 @@ class Capture:
         self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...], product: Tensor
     ) -> None:
         forward_pass = self.observe_call(state, forward_pass, inputs)
-        if self.options.fisher == "forward":
+        sampled = self.options.sampled
+        if self.options.fisher == "forward" or not (sampled or state.watches("output")):
             return
         kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
-        if self.options.sampled:
+        if sampled:
             self.edges.append(Edge(state, forward_pass, kept, product))
         else:
             watch_product(product, partial(self._backward, state, forward_pass, kept))
@@ -342,7 +343,7 @@ class Capture:
     def _observe_input(
         self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass
     ) -> None:
-        if not state.observed:
+        if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
             recorded = record_input(state, values, forward_pass)

@@ -169,9 +169,11 @@ def _pass_on(
 @contextmanager
 def observing(device: torch.device) -> Iterator[None]:
     """Neither gradients nor autocast, also on devices that know no autocast."""
+    kind = device.type
     with torch.no_grad():
-        if torch.amp.is_autocast_available(device.type):
-            with torch.autocast(device.type, enabled=False):
+        # Many are opened in a step, and most of the time of each would go into autocast.
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
                 yield
         else:
             yield

@@ -170,7 +170,7 @@ class Solving:
             key = self.layout.key(state, name)
             shape = self._sizes.get(key) or tuple(n or 0 for n in block.solution_shapes[name])
             symmetric = name in block.symmetric_solutions and self.layout.settings.triangles
-            dtype = state.solution_dtype
+            dtype = state.dtype_of(name)
             found.append(Item(key, shape, dtype, weight.device, symmetric, root))
         return found
 

@@ -50,7 +50,8 @@ def unit_of(
             elements += packed_elements(shape, key in block.symmetric_solutions and triangles)
         keys = tuple(f"{name}/{key}" for key in described.statistics)
         # What others observe through goes to all of them as a whole.
-        divisible = not described.after and block.seen_through.isdisjoint(described.solution)
+        by_each = bool(described.after) or described.by_each
+        divisible = not by_each and block.seen_through.isdisjoint(described.solution)
         parts.append(
             PartUnit(
                 part,
@@ -59,7 +60,7 @@ def unit_of(
                 elements,
                 described.shared_flops if divisible else None,
                 intervals.times(described.every),
-                bool(described.after),
+                by_each,
             )
         )
     shape = state.layer.matrix_shape

@@ -120,7 +120,22 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
 
 def patch_total(x: Tensor, window: Window) -> Tensor:
     """Sum all patches over samples and positions: ``[N, g·C, *spatial] -> [*b, taps·C]``."""
-    return patch_sums(x.sum(0, keepdim=True), window).squeeze(-2)
+    return patch_sums(_sample_total(x), window).squeeze(-2)
+
+
+def _sample_total(x: Tensor) -> Tensor:
+    """Sum over samples: ``[1, g·C, *spatial]``.
+
+    On a CPU a product is twice as fast as ``x.sum(0)``, and ten times if channels come last. An
+    accelerator might round what it multiplies.
+    """
+    last = x.movedim(1, -1)
+    if x.device.type == "cpu" and x.is_contiguous():
+        return (x.new_ones(1, len(x)) @ x.flatten(1)).reshape(1, *x.shape[1:])
+    if x.device.type == "cpu" and last.is_contiguous():
+        total = x.new_ones(1, len(x)) @ last.flatten(1)
+        return total.reshape(1, *last.shape[1:]).movedim(-1, 1)
+    return x.sum(0, keepdim=True)
 
 
 def patch_squares(x: Tensor, window: Window) -> Tensor:

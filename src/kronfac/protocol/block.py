@@ -75,6 +75,8 @@ class Block(ABC):
     knows_trace: bool = False
     #: Precision of solutions; ``None`` for that of the statistics.
     solution_dtype: torch.dtype | None = None
+    #: Tensors of the solution that have the precision of the statistics in any case.
+    full_precision: frozenset[str] = frozenset()
     #: Whether :meth:`compress` or :meth:`solve` draws random numbers.
     draws: bool = False
 

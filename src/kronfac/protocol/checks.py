@@ -21,9 +21,9 @@ def check_block(block: Block) -> None:
                 f"{block.label!r}: part {name!r} has every='step', so its statistics must come from "
                 "gradients or weights, which are the same on all ranks."
             )
-        by_each = part.after or part.every == "step"
+        by_each = part.after or part.by_each or part.every == "step"
         if by_each and not block.seen_through.isdisjoint(part.solution):
             raise ValueError(
                 f"{block.label!r}: rows are observed in a basis that part {name!r} makes, which must "
-                "not have after=... or every='step'."
+                "not have after=..., by_each=True or every='step'."
             )

@@ -103,6 +103,8 @@ class Part:
             exactly once, so that it may update what it found before.
         after: parts that come first. Each rank that works on the layer then solves this part itself,
             from what they have found.
+        by_each: whether each rank that works on the layer solves it itself in any case: for solutions
+            that are larger than the statistics, or that take no longer to solve than to send.
     """
 
     statistics: tuple[str, ...]
@@ -111,6 +113,7 @@ class Part:
     shared_flops: int | None = None
     every: Cadence = "refresh"
     after: tuple[str, ...] = ()
+    by_each: bool = False
 
 
 def bytes_of(shapes: Iterable[Shape], dtype: torch.dtype) -> int:

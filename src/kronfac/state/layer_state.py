@@ -12,7 +12,7 @@ from torch import Tensor
 from kronfac.layers import Layer
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.options.config import Rule, ShareOf
-from kronfac.protocol.block import Given, Shape, bytes_of
+from kronfac.protocol.block import Given, bytes_of
 from kronfac.protocol.context import number_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
@@ -108,6 +108,11 @@ class LayerState:
             raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")
         return shapes
 
+    def watches(self, side: str) -> bool:
+        """Whether the rows of a side are observed: ``"input"`` or ``"output"``."""
+        statistics = self.block.statistics.values()
+        return self.block.holds_rows or any(one.source == side for one in statistics)
+
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient to work on at this step."""
@@ -141,10 +146,10 @@ class LayerState:
         """The solution, ``None`` before the first: loaders may have made tensors without a meaning."""
         return self.solution if self.solved_at is not None else None
 
-    @property
-    def solution_dtype(self) -> torch.dtype:
-        """Precision of the solution."""
-        return self.block.solution_dtype or self.layer.factor_dtype
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Precision of a tensor of the solution."""
+        narrow = None if name in self.block.full_precision else self.block.solution_dtype
+        return narrow or self.layer.factor_dtype
 
     def news(self, parts: Iterable[str]) -> list[str]:
         """Of some parts, those that there is something new for, or that follow the clock alone."""
@@ -271,11 +276,11 @@ class LayerState:
     @property
     def held_bytes(self) -> int:
         """Bytes of the statistics, solution and buffers that this rank keeps, once they exist."""
-        known, shapes = self.solution or {}, self.block.solution_shapes
-        held: list[Shape] = [shapes[name] for name in self.held]
-        if any(None in shape for shape in held):
-            held = [tuple(known[name].shape) for name in self.held if name in known]
-        solution = bytes_of(held, self.solution_dtype)
+        known, shapes = self.solution or {}, dict(self.block.solution_shapes)
+        if any(None in shapes[name] for name in self.held):
+            shapes = {name: tuple(known[name].shape) for name in self.held if name in known}
+        held = [name for name in self.held if name in shapes]
+        solution = sum(bytes_of([shapes[name]], self.dtype_of(name)) for name in held)
         buffers = self.buffer_shapes.values() if self.is_worker else ()
         return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
 
@@ -293,7 +298,7 @@ class LayerState:
             shapes = self.block.solution_shapes
             self.solution = {
                 name: torch.zeros(
-                    [n or 0 for n in shapes[name]], dtype=self.solution_dtype, device=device
+                    [n or 0 for n in shapes[name]], dtype=self.dtype_of(name), device=device
                 )
                 for name in self.held
             }

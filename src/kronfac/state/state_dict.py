@@ -236,7 +236,7 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     if not names:
         return
     if all(f"solution.{name}" in entry for name in names):
-        state.solution = {name: read(f"solution.{name}", state.solution_dtype) for name in names}
+        state.solution = {name: read(f"solution.{name}", state.dtype_of(name)) for name in names}
     elif solved != _NEVER:
         state.forget_solution()
         warnings.warn(

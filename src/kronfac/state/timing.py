@@ -39,22 +39,10 @@ class Phases:
     def __init__(self) -> None:
         self._seconds: Seconds | None = None
 
-    @contextmanager
-    def __call__(self, name: str, layer: str | None = None) -> Iterator[None]:
+    def __call__(self, name: str, layer: str | None = None) -> AbstractContextManager[None]:
         """Mark the enclosed work as one phase, or as what a phase does for one layer."""
-        with torch.profiler.record_function(f"kronfac.{name}"):
-            seconds = self._seconds
-            if seconds is None:
-                yield
-                return
-            started = _now()
-            try:
-                yield
-            finally:
-                spent = _now() - started
-                seconds.add(name, spent)
-                if layer is not None:
-                    seconds.add_to_layers(name, [layer], spent)
+        mark: AbstractContextManager[None] = torch.profiler.record_function(f"kronfac.{name}")
+        return mark if self._seconds is None else _timed(mark, self._seconds, name, layer)
 
     def part(self, phase: str, *layers: str) -> AbstractContextManager[None]:
         """Mark what a phase that is marked already does for some layers; free unless timed."""
@@ -69,6 +57,22 @@ class Phases:
             yield seconds
         finally:
             self._seconds = before
+
+
+@contextmanager
+def _timed(
+    mark: AbstractContextManager[None], seconds: Seconds, name: str, layer: str | None
+) -> Iterator[None]:
+    """Time what is marked."""
+    with mark:
+        started = _now()
+        try:
+            yield
+        finally:
+            spent = _now() - started
+            seconds.add(name, spent)
+            if layer is not None:
+                seconds.add_to_layers(name, [layer], spent)
 
 
 class _Part(AbstractContextManager[None]):

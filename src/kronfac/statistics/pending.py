@@ -283,7 +283,8 @@ class Pending:
         """Zero contributions that are not finite and return, on the device, whether they were."""
         finite: Tensor | None = None
         for name, value in contributions.items():
-            ok = torch.isfinite(self._size(name, value))
+            size = self._size(name, value)
+            ok = size - size == 0  # as torch.isfinite, in half the operations
             finite = ok if finite is None else finite & ok
         assert finite is not None
         bad = ~finite
