@@ -26,6 +26,9 @@ from tests.methods.variants import SKETCHED, VARIANTS
 from tests.training import assert_same, parameters, saved_and_loaded
 
 MODELS = ["mlp", "cnn", "transformer"]
+#: Methods as they are; with options of their own they run with `-m slow`.
+PLAIN = [name for name, (_, own) in VARIANTS.items() if not own]
+NAMES = [pytest.param(name, marks=[] if name in PLAIN else [pytest.mark.slow]) for name in VARIANTS]
 
 
 def make(name: str, model: nn.Module, lr: float = 0.01, **options: Any) -> Any:
@@ -59,7 +62,7 @@ def is_finite(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_trains_with_its_defaults(name: str, kind: str) -> None:
     model = KINDS[kind].model()
     optimizer = make(name, model)
@@ -75,7 +78,7 @@ def test_it_trains_with_its_defaults(name: str, kind: str) -> None:
     assert max(losses) < 1.2 * losses[0]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_closures_do_the_same(name: str) -> None:
     options = {"factor_every": 2, "refresh_every": 2}
     plain, closed = KINDS["mlp"].model(), KINDS["mlp"].model()
@@ -93,7 +96,7 @@ def closure(model: nn.Module, optimizer: Any, number: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_summary_accounts_for_every_parameter(name: str) -> None:
     model = KINDS["transformer"].model()
     optimizer = make(name, model)
@@ -127,7 +130,7 @@ def check_ranks(names: list[str], scheme: str, size: int, models: list[str]) -> 
 def in_turn(scheme: str) -> list[str]:
     """The methods that run under this scheme by default: each under one scheme, all with `-m slow`."""
     number = list(SCHEMES).index(scheme)
-    return [name for index, name in enumerate(VARIANTS) if index % len(SCHEMES) == number]
+    return [name for index, name in enumerate(PLAIN) if index % len(SCHEMES) == number]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -142,7 +145,7 @@ def test_all_ranks_equal_one_process(scheme: str, size: int) -> None:
     check_ranks(list(VARIANTS), scheme, size, ["mlp", "cnn", "shared", "transformer"])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_equal_the_whole_batch(name: str) -> None:
     whole = equivalence.alone(family_case(name))
     parts = equivalence.alone(family_case(name, micro=3))
@@ -153,7 +156,7 @@ def test_micro_batches_equal_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformer"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_resumes_bit_for_bit(name: str, kind: str) -> None:
     options = {"factor_every": 1, "refresh_every": 3, "momentum": 0.9}
     model = KINDS[kind].model()
@@ -168,7 +171,7 @@ def test_it_resumes_bit_for_bit(name: str, kind: str) -> None:
     assert_same(parameters(model), parameters(again))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_copies_go_their_own_way(name: str) -> None:
     model = KINDS["mlp"].model()
     optimizer = make(name, model)
@@ -184,7 +187,7 @@ def test_copies_go_their_own_way(name: str) -> None:
 # --- what may go wrong -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_dead_layers_stay_finite(name: str) -> None:
     """A layer that passes nothing on: the one after it sees zeros, and it sees no gradient itself."""
     torch.manual_seed(0)
@@ -198,7 +201,7 @@ def test_dead_layers_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bad_batch_leaves_nothing_behind(name: str, value: float) -> None:
     model = KINDS["mlp"].model()
     optimizer = make(name, model, factor_every=1, refresh_every=1)
@@ -216,7 +219,7 @@ def test_a_bad_batch_leaves_nothing_behind(name: str, value: float) -> None:
     assert is_finite(model)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_first_batch_that_is_bad(name: str) -> None:
     model = KINDS["mlp"].model()
     optimizer = make(name, model, factor_every=1, refresh_every=1)
@@ -235,7 +238,7 @@ def test_a_first_batch_that_is_bad(name: str) -> None:
 # --- precision and compilers -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_autocast(name: str) -> None:
     model = KINDS["cnn"].model()
     optimizer = make(name, model, factor_every=1, refresh_every=2)
