@@ -8,7 +8,10 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.adafisher import AdaFisher
+from kronfac.methods.eva import Eva
 from kronfac.methods.kfac.front import KFAC, param_groups
+from kronfac.methods.mkor.method import MKOR
 from kronfac.optimizer.fronts import register_method
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol import registry
@@ -19,8 +22,11 @@ __version__ = "0.1.0"
 registry.register("KFAC", KFAC)
 __all__ = [
     "KFAC",
+    "MKOR",
+    "AdaFisher",
     "Defaults",
     "Distribute",
+    "Eva",
     "Hybrid",
     "LevenbergMarquardt",
     "Method",
