@@ -136,3 +136,25 @@ def test_the_counter_sees_a_wait() -> None:
     with CountWaits() as counter:
         torch.ones(2).sum().item()
     assert counter.waits == {"_local_scalar_dense": 1}
+
+
+FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "Eva": ("Eva", {}),
+    "Eva input": ("Eva", {"form": "input"}),
+    "Eva gradient": ("Eva", {"form": "gradient"}),
+    "MKOR": ("MKOR", {"hybrid": True}),
+    "AdaFisher": ("AdaFisher", {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_plain_step_of_the_family_waits_for_nothing(name: str) -> None:
+    method, own = FAMILY[name]
+    model = cnn()
+    base = SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer = getattr(kronfac, method)(model, base, factor_every=2, refresh_every=4, **own)
+    for number in range(3):
+        step(model, optimizer, images(number))
+    with CountWaits() as counter:
+        step(model, optimizer, images(3))
+    assert not counter.waits

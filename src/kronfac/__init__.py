@@ -8,10 +8,12 @@ from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import StaleInterval
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import register_layer
+from kronfac.methods.adafisher import AdaFisher
 from kronfac.methods.cgfac import CGFAC
 from kronfac.methods.dual_gauss_newton import DualGaussNewton
 from kronfac.methods.ekfac.method import EKFAC
 from kronfac.methods.empirical_ngd import EmpiricalNGD
+from kronfac.methods.eva import Eva
 from kronfac.methods.fngd import FNGD
 from kronfac.methods.hylo import HyLo
 from kronfac.methods.ief import IEF
@@ -19,6 +21,7 @@ from kronfac.methods.jorge import Jorge
 from kronfac.methods.kfac.front import KFAC, param_groups
 from kronfac.methods.kfac.thermodynamic import Thermodynamic
 from kronfac.methods.kldwrm import KLDWRM
+from kronfac.methods.mkor.method import MKOR
 from kronfac.methods.mlbfgs import MLBFGS
 from kronfac.methods.shampoo import Shampoo
 from kronfac.methods.singd.method import SINGD
@@ -41,15 +44,18 @@ __all__ = [
     "IEF",
     "KFAC",
     "KLDWRM",
+    "MKOR",
     "MLBFGS",
     "SINGD",
     "TEKFAC",
     "TKFAC",
     "TNGD",
+    "AdaFisher",
     "Defaults",
     "Distribute",
     "DualGaussNewton",
     "EmpiricalNGD",
+    "Eva",
     "HyLo",
     "Hybrid",
     "Jorge",

@@ -58,6 +58,17 @@ VARIANTS: dict[str, Variant] = {
     "Jorge": ("Jorge", {}),
     "Jorge, as printed": ("Jorge", {"series": "paper", "beta2": 0.0}),
     "Jorge, narrow": ("Jorge", {"max_dim": 4}),
+    "AdaFisher": ("AdaFisher", {}),
+    "AdaFisher true": ("AdaFisher", {"average": "true"}),
+    "AdaFisher unscaled": ("AdaFisher", {"average": "true", "normalize": False}),
+    "Eva": ("Eva", {}),
+    "Eva input": ("Eva", {"form": "input"}),
+    "Eva gradient": ("Eva", {"form": "gradient"}),
+    "MKOR": ("MKOR", {}),
+    "MKOR paper": ("MKOR", {"update": "paper"}),
+    "MKOR code": ("MKOR", {"update": "code", "damping": 10.0}),
+    "MKOR half": ("MKOR", {"half": True}),
+    "MKOR hybrid": ("MKOR", {"hybrid": True}),
 }
 
 #: Those whose ranks sketch their own rows, so that they do not equal one process.
