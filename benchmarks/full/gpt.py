@@ -7,8 +7,8 @@ stretch of 64 windows is for testing). Width 256, 4 blocks, windows of 128, batc
 step), bf16 autocast for both, a warm-up of 5 % and a linear decay to zero, no weight decay. `search`
 tries three settings of each at a quarter of the length, and the full runs take the best of them; Muon's
 AdamW has a rate of its own. K-FAC gets schedules of three quarters and of half the length: how many
-tokens does it need for the loss that Muon reaches with all of them (goal: 25 % fewer)? About 20 minutes in
-all. Lines in `results/full/gpt.jsonl`; a run that was stopped resumes from its last evaluation.
+tokens does it need for the loss that Muon reaches with all of them (goal: 25 % fewer)? About 20 minutes
+in all. Lines in `results/full/gpt.jsonl`; a run that was stopped resumes from its last evaluation.
 """
 
 import sys
