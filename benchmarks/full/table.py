@@ -48,8 +48,9 @@ def head(*cells: str) -> None:
 
 
 def costs(task: str, row: dict[str, Any]) -> list[str]:
-    each = seconds(task, row["optimizer"])
-    return ["–", "–"] if each is None else [f"{each:.2f}", f"{each * row['step']:.0f}"]
+    """Per step and in all: measured in turns if there is such a run, else the processor time of the run."""
+    each = seconds(task, row["optimizer"]) or row.get("cpu", 0) / row["step"]
+    return [f"{each:.2f}", f"{each * row['step']:.0f}"]
 
 
 def settings(row: dict[str, Any]) -> str:
