@@ -48,7 +48,7 @@ def head(*cells: str) -> None:
 
 
 def costs(task: str, row: dict[str, Any]) -> list[str]:
-    """Per step and in all: measured in turns if there is such a run, else the processor time of the run."""
+    """Per step and in all, as measured in turns; without such a run its processor time."""
     each = seconds(task, row["optimizer"]) or row.get("cpu", 0) / row["step"]
     return [f"{each:.2f}", f"{each * row['step']:.0f}"]
 
