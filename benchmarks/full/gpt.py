@@ -100,7 +100,7 @@ def main(*names: str) -> None:
             cost("gpt", one_step, [best("Muon", STEPS), best("K-FAC", STEPS)])
             continue
         if name == "search":
-            runs = SEARCH["Muon"] + SEARCH["K-FAC"]
+            runs = [run for pair in zip(*SEARCH.values(), strict=True) for run in pair]
         else:
             lengths = (3 * STEPS // 4, STEPS // 2) if name == "K-FAC" else (STEPS,)
             runs = [best(name, steps) for steps in lengths]
