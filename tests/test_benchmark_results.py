@@ -155,3 +155,10 @@ def test_the_default_line_is_first_on_most_tasks_that_it_was_not_chosen_on() -> 
     assert len(places) == 9
     assert places.count(1) >= 7
     assert max(places) <= 2
+
+
+def test_the_page_on_tuning_has_the_tables_of_the_runs_at_real_size() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "full" / "table.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page = (ROOT / "docs" / "tuning.md").read_text().splitlines()
+    assert not [line for line in printed.splitlines() if line.startswith("|") and line not in page]

@@ -14,12 +14,12 @@ def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def autoencoder(*widths: int) -> nn.Sequential:
-    """There and back with tanh; the code itself is linear."""
+def autoencoder(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    """There and back; the code itself is linear."""
     path = [*widths, *reversed(widths[:-1])]
     layers: list[nn.Module] = []
     for number, (m, n) in enumerate(pairwise(path)):
-        layers += [nn.Linear(m, n), nn.Identity() if number == len(widths) - 2 else nn.Tanh()]
+        layers += [nn.Linear(m, n), nn.Identity() if number == len(widths) - 2 else activation()]
     return nn.Sequential(*layers[:-1])
 
 
