@@ -72,7 +72,7 @@ def fits(name: str, one: Case) -> bool:
 
 
 #: The others run with ``-m slow``.
-QUICK = {"mem-opt", "layer-parallel without DDP", "hybrid", "auto"}
+QUICK = {"mem-opt", "layer-parallel without DDP", "auto"}
 
 
 @pytest.mark.parametrize(

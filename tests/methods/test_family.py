@@ -200,7 +200,9 @@ def test_dead_layers_stay_finite(name: str) -> None:
     assert is_finite(model)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bad_batch_leaves_nothing_behind(name: str, value: float) -> None:
     model = KINDS["mlp"].model()

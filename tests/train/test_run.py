@@ -318,7 +318,10 @@ class Forgetful(nn.Sequential):
         )
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", "kfac"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("sgd", "adamw", "muon")), "kfac"],
+)
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_a_resumed_run_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, forgetful: bool

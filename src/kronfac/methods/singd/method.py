@@ -79,7 +79,9 @@ class SINGDMethod(Method):
     their raw gradient.
 
     Limits: ``fisher="forward"`` is refused, and so is a damping that adapts itself, since λ is inside the
-    roots and acts at the next updates. ``kronfac.Relative`` shares are those of the newest batch.
+    roots and acts at the next updates. ``kronfac.Relative`` shares are those of the newest batch. Dense,
+    triangular and diagonal matrices take the statistics of convolutions from whole maps; the others need
+    their patches, which costs time and memory at each update.
 
     Args:
         structure: ``"dense"`` (``d²`` numbers a side), ``"lower-triangular"`` (half of them; as accurate,
