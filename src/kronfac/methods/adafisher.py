@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -227,6 +227,8 @@ class AdaFisherMethod(Method):
     defaults = Defaults(
         damping=1e-3, factor_every=100, refresh_every=100, decay=0.9, rescale="kl-clip"
     )
+
+    line: ClassVar[Mapping[str, Any]] = {"lr": 0.01}  # it has momentum of its own
 
     beta: float = 0.9
     gammas: tuple[float, float] = (0.92, 0.008)

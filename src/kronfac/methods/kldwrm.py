@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ class KLDWRMMethod(Method):
     """
 
     defaults = Defaults(damping=Relative(0.1), factor_every=1, refresh_every=10, rescale="kl-clip")
+
+    line: ClassVar[Mapping[str, Any]] = {"lr": 0.1}  # momentum would undo the wake
 
     variant: Variant = "so"
     rho: float = 0.5
