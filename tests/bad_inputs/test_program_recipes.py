@@ -202,7 +202,11 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "phrase"), CHANGES, ids=[f"{row[0][-1]}" for row in CHANGES]
+    ("flags", "kind", "phrase"),
+    [
+        pytest.param(*row, id=f"{row[0][-1]}", marks=[pytest.mark.slow] if number % 2 else [])
+        for number, row in enumerate(CHANGES)
+    ],
 )
 def test_keys(flags: list[str], kind: str, phrase: str, capsys: pytest.CaptureFixture[str]) -> None:
     check(ask(["train", "small.toml", *flags], capsys), kind, phrase)

@@ -29,7 +29,7 @@ SCHEMES: dict[str, Any] = {
 #: Some layers have several ranks that work on them, or several layers have one each.
 SHARES = {"comm-opt", "hybrid", "spd"}
 #: Schemes whose bytes are counted on four ranks by default; `-m slow` counts all.
-OFTEN = {"hybrid", "spd"}
+OFTEN = {"spd"}
 SPREADS = {"mem-opt", "hybrid", "local", "layer-parallel", "layer-parallel without DDP"}
 
 

@@ -154,6 +154,7 @@ def test_a_function_may_end_its_group() -> None:
     assert run(2, ending_the_group) == run(2, ending_the_group) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_shown_and_the_next_call_works(pool: Pool) -> None:
     with pytest.raises(RankTimeoutError, match=r"rank\(s\) \[1\] of 2 did not (.|\n)*in hanging"):
         pool.run(2, hanging, 60, limit=8)

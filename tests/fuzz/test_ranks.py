@@ -13,7 +13,7 @@ from tests.fuzz.training import difference
 #: Advice on settings that were drawn by chance is not looked at; a layer that is missed raises.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-QUICK, SEEDS = 8, 300
+QUICK, SEEDS = 5, 300
 
 
 def runs() -> Any:

@@ -108,7 +108,9 @@ def test_samples_are_the_terms_of_the_loss(name: str) -> None:
 # --- training --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["single", "autocast", "half"])
+@pytest.mark.parametrize(
+    "way", ["autocast", *(pytest.param(one, marks=pytest.mark.slow) for one in ("single", "half"))]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_falls(name: str, way: str) -> None:
     case = CASES[name]
@@ -154,7 +156,9 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it
-@pytest.mark.parametrize("name", ["gpt2", "vit", "llama"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("vit", "llama"))]
+)
 def test_a_compiled_model_gives_the_same_numbers(name: str) -> None:
     """GPT-2's loss breaks the graph (it logs a warning), so the loss is a graph of its own.
 
