@@ -140,6 +140,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         assert main(arguments) == 130
 
 
+@pytest.mark.slow
 def test_a_folder_is_resumed_from_anywhere_without_the_recipes_file(
     monkeypatch: pytest.MonkeyPatch, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_folder_is_resumed_from_anywhere_without_the_recipes_file(
     assert (config["file"], config["recipe"]) == ("mine.toml", "mine")
 
 
+@pytest.mark.slow
 def test_flags_are_remembered_and_may_be_changed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_flags_are_remembered_and_may_be_changed(
     assert read(Path("../two/events.jsonl"))[-1]["step"] == 12
 
 
+@pytest.mark.slow
 def test_a_folder_without_the_recipes_content_is_resumed_by_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -470,6 +473,7 @@ def test_compare_finds_mistakes_before_the_first_run(
     assert words in complaint(capsys, *arguments)
 
 
+@pytest.mark.slow
 def test_runs_of_a_comparison_are_the_same_as_alone() -> None:
     assert (
         main(["compare", "small.toml", "--optimizers", "sgd,kfac", "--no-report", "--quiet"]) == 0
@@ -550,6 +554,7 @@ def test_runs_of_other_settings_are_not_mixed(
     assert "small-sgd-s0 is of recipe 'small', and here it is 'other'" in said
 
 
+@pytest.mark.slow
 def test_a_comparison_can_be_given_more_optimizers_and_seeds() -> None:
     flags = ["--no-report", "--quiet"]
     assert main(["compare", "small.toml", "--optimizers", "sgd", *flags]) == 0
@@ -608,6 +613,7 @@ def test_the_target_of_now_counts_in_the_table(
     assert line.split()[3:] == ["0/1", "-", "-"]
 
 
+@pytest.mark.slow
 def test_seeds_that_are_added_later_are_of_the_same_group() -> None:
     arguments = ["compare", "--no-report", "--quiet"]
     assert main([*arguments, "small.toml", "--optimizers", "sgd"]) == 0

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import atexit, pathlib
 import torch, torch.distributed as dist
@@ -29,6 +31,7 @@ assert threads() <= 3, threads()  # torch keeps those of the first group: a loop
 """
 
 
+@pytest.mark.slow
 def test_threads_of_groups_end_before_the_interpreter(tmp_path: Path) -> None:
     """One that still drops a tensor while the interpreter ends would abort the process."""
     script = tmp_path / "script.py"

@@ -61,7 +61,7 @@ def is_finite(model: nn.Module) -> bool:
 # --- training --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [pytest.param("mlp", marks=pytest.mark.slow), *MODELS[1:]])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_with_its_defaults(name: str, kind: str) -> None:
     model = KINDS[kind].model()
