@@ -6,7 +6,9 @@ All optimizers have the same number of steps on each task and the same small sea
 rates, a third of, equal to and three times that of the line to start with (`Method.line`; the recipe's
 own table for SGD, AdamW, Muon and SOAP), on training samples kept apart, with a seed that `train` does
 not use. `cost` times a plain, a factor and a refresh step of each method, interleaved with SGD's, and
-adds them up by the method's own intervals. Whatever is done is kept in `results/family.jsonl`.
+adds them up by the method's own intervals. A method whose runs would take more than five minutes of
+processor time on a task (others take seconds to a minute) is shown with the cost of its step and not trained
+there. Whatever is done is kept in `results/family.jsonl`.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ TARGETS = {"digits": 0.96, "cifar10": 0.45, "text": 2.5}
 OTHERS = ("sgd", "adamw", "muon", "soap")
 NAMES = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP", "kfac": "K-FAC"}
 TUNING_SEED = 100
+#: Most seconds of processor time of a run, and the steps by which that is estimated.
+LONGEST, PROBE = 300.0, 4
 #: Ranks of the world in which bytes are counted.
 RANKS = 8
 #: What the papers promise, beside what is measured.
@@ -86,10 +91,25 @@ def search(names: Iterable[str], rows: list[Row]) -> None:
     """Three rates each, on samples kept apart."""
     for task in STEPS:
         for name in names:
+            if name not in OTHERS and is_too_slow(task, name, rows):
+                continue
             for rate in rates(task, name):
                 key = {"stage": "search", "task": task, "optimizer": name, "rate": rate}
                 if not any(key.items() <= row.items() for row in rows):
                     keep(rows, key | trained(trial(task, name, rate, TUNING_SEED), holdout=True))
+
+
+def is_too_slow(task: str, name: str, rows: list[Row]) -> bool:
+    """Whether a run would take too long, estimated once from a short one."""
+    key = {"stage": "probe", "task": task, "optimizer": name}
+    found = next((row for row in rows if key.items() <= row.items()), None)
+    if found is None:
+        short = replace(trial(task, name, rates(task, name)[1], TUNING_SEED), steps=PROBE)
+        started = time.process_time()
+        trained(short, holdout=True)
+        found = key | {"cpu_ms": round(1e3 * (time.process_time() - started) / PROBE, 1)}
+        keep(rows, found)
+    return float(found["cpu_ms"]) * STEPS[task] > 1e3 * LONGEST
 
 
 def chosen(task: str, name: str, rows: list[Row]) -> float | None:
@@ -267,7 +287,10 @@ def quality_cells(task: str, name: str, rows: list[Row]) -> list[str]:
     key = {"stage": "train", "task": task, "optimizer": name}
     found = [row for row in rows if key.items() <= row.items()]
     if not found:
-        return [title(name), *["-"] * 5]
+        probe = next((r for r in rows if (key | {"stage": "probe"}).items() <= r.items()), None)
+        slow = probe is not None and probe["cpu_ms"] * STEPS[task] > 1e3 * LONGEST
+        ms = f"{probe['cpu_ms']:.0f}" if probe is not None and slow else "-"
+        return [title(name), "-", "too slow" if slow else "-", "-", "-", ms]
     finals = [row["final"] for row in found if row["final"] is not None]
     final = statistics.median(finals) if finals else None
     shown = "failed" if final is None else f"{final:.3f}" if task == "text" else f"{final:.1%}"
@@ -313,7 +336,7 @@ def draw(rows: list[Row], path: Path) -> None:
         points = []
         for name in everyone():
             cells = quality_cells(task, name, rows)
-            if cells[2] not in ("-", "failed"):
+            if cells[2] not in ("-", "failed", "too slow"):
                 value = float(cells[2].rstrip("%"))
                 points.append((float(cells[5]) * STEPS[task] / 1e3, value, title(name)))
         scatter(axis, points, "seconds of training", task)
