@@ -158,7 +158,9 @@ class RMSNormLayer(TrailingNormLayer):
 def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     """Norms of other libraries, half precision and strided memory: the norm may not keep its input."""
     foreign = not type(module).__module__.startswith("torch.")
-    half = x.dtype != dtype or torch.is_autocast_enabled(x.device.type)
+    kind = x.device.type
+    narrowed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    half = x.dtype != dtype or narrowed
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
     return (
         foreign or half or (x.dim() == 4 and not dense) or (x.dim() != 4 and not x.is_contiguous())

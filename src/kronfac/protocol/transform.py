@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,10 @@ class Transform(ABC):
     @abstractmethod
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """Return what takes the place of a gradient matrix ``[*b, d_out, d_in]``."""
+
+    def apply_all(self, gradients: Sequence[Tensor], at: Sequence[LayerStep]) -> Sequence[Tensor]:
+        """The same for many layers; a rule may do it in fewer operations, and overwrite gradients."""
+        return [self(gradient, one) for gradient, one in zip(gradients, at, strict=True)]
 
     def after(self, update: Tensor, gradient: Tensor, at: LayerStep) -> Tensor:
         """Return what takes the place of a gradient that has been preconditioned, given both."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kronfac.linalg.batching import MAX_ELEMENTS
-from kronfac.linalg.orthogonal import nearest_orthogonal
+from kronfac.linalg.orthogonal import nearest_orthogonal_all
 from kronfac.options.config import Rule
 
 #: Norms scale whole channels: their steps are this much shorter than those of matrices.
@@ -19,11 +18,12 @@ CHANNELS = 0.1
 
 @dataclass
 class Update:
-    """A layer's step: ``before`` and ``after`` preconditioning, ``[*b, d_out, d_in]``.
+    """Steps of layers of one kind: ``before`` and ``after`` preconditioning, ``[k, *b, d_out, d_in]``.
 
-    ``rates`` are the learning rates of the matrix's columns: one number, or two when the bias, the
+    ``rates`` are the learning rates of the matrices' columns: one number, or two when the bias, the
     last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
-    gradient whatever the others do, ``moving`` those that have one at this step, if that matters.
+    gradient whatever the others do, ``moving`` those that have one at this step, if that matters; both
+    are ``[k, 1, d_in]``.
     """
 
     before: Tensor
@@ -33,59 +33,100 @@ class Update:
     moving: Tensor | None = None
 
     def times(self, factor: float | Tensor) -> Tensor:
-        """The step at another length."""
+        """The steps at another length."""
         scaled = self.after if isinstance(factor, float) and factor == 1 else self.after * factor
         return scaled if self.raw is None else torch.where(self.raw, self.before, scaled)
 
-    def known(self, matrix: Tensor) -> Tensor:
+    def known(self, matrices: Tensor) -> Tensor:
         """``before`` or ``after`` without the raw columns."""
-        return matrix if self.raw is None else matrix.masked_fill(self.raw, 0)
+        return matrices if self.raw is None else matrices.masked_fill(self.raw, 0)
+
+    def of_layers(self, values: Tensor) -> Tensor:
+        """Numbers ``[k]``, one of each layer, in a shape that goes with the matrices."""
+        return values.reshape(-1, *[1] * (self.after.dim() - 1))
 
 
-def own_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[float | Tensor]:
-    """Factors of the rules that look at each layer alone."""
-    grafted = [u for rule, u in zip(rules, updates, strict=True) if rule == "graft"]
-    grafts = iter(graft_factors(grafted))
-    factors: list[float | Tensor] = []
-    for rule, update in zip(rules, updates, strict=True):
-        if rule == "graft":
-            factors.append(next(grafts))
-        elif rule in ("unit", "orthogonal"):
-            factors.append(unit_factor(update))
-        elif rule == "channels":
-            factors.append(channel_factor(update))
-        else:
-            factors.append(column_factors(update) if rule == "columns" else 1.0)
-    return factors
+def own_factors(
+    rules: Sequence[Rule], updates: Sequence[Update], agreements: Sequence[Tensor | None]
+) -> list[float | Tensor]:
+    """Factors of the rules that look at each layer alone, times what each layer's gradients agree."""
+    found: dict[int, float | Tensor] = dict(enumerate(graft_factors(rules, updates)))
+    sized = [index for index, rule in enumerate(rules) if rule in _TARGETS]
+    for indices in _alike(updates, sized):
+        own = [rules[index] for index in indices], [updates[index] for index in indices]
+        factors = _norm_factors(*own, [agreements[index] for index in indices])
+        found |= dict(zip(indices, factors, strict=True))
+    for index, (rule, agreement) in enumerate(zip(rules, agreements, strict=True)):
+        if rule == "columns":
+            found[index] = column_factors(updates[index])
+        if agreement is not None and rule not in _TARGETS:
+            found[index] = updates[index].of_layers(agreement) * found[index]
+    return [found[index] for index in range(len(updates))]
 
 
-def channel_factor(update: Update) -> Tensor:
-    """Factor that gives the weights and biases of a norm a root mean square of :data:`CHANNELS`."""
-    norm = update.after.norm()
-    return _ratio(torch.full_like(norm, CHANNELS * math.sqrt(update.after.numel())), norm)
+def _alike(updates: Sequence[Update], indices: Iterable[int]) -> Iterable[list[int]]:
+    """Those of some updates that are in one place, and in one precision."""
+    alike: dict[Hashable, list[int]] = {}
+    for index in indices:
+        after = updates[index].after
+        alike.setdefault((after.device, after.dtype), []).append(index)
+    return alike.values()
 
 
-def graft_factors(updates: Sequence[Update]) -> list[Tensor]:
-    """Factors that give each step the norm that its gradient had, ``‖g‖/‖v‖``."""
-    factors: dict[int, Tensor] = {}
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, update in enumerate(updates):
-        alike.setdefault((update.after.device, update.after.dtype), []).append(index)
-    for indices in alike.values():
-        chosen = [updates[index] for index in indices]
-        matrices = [update.known(update.before) for update in chosen]
-        matrices += [update.known(update.after) for update in chosen]
-        before, after = torch.stack(torch._foreach_norm(matrices)).chunk(2)
-        factors |= dict(zip(indices, _ratio(before, after).unbind(), strict=True))
-    return [factors[index] for index in range(len(updates))]
+def _channels(update: Update) -> float:
+    """A root mean square of :data:`CHANNELS` for the weights and biases of a norm."""
+    return CHANNELS * math.sqrt(update.after[0].numel())
 
 
-def unit_factor(update: Update) -> Tensor:
-    """Factor that gives each ``m × n`` matrix Muon's norm, ``√min(m, n)·√max(1, m/n)``."""
+def _unit(update: Update) -> float:
+    """Muon's norm of an ``m × n`` matrix, ``√min(m, n)·√max(1, m/n)``."""
     rows, columns = update.after.shape[-2:]
-    target = math.sqrt(min(rows, columns) * max(1.0, rows / columns))
-    norm = update.after.flatten(-2).norm(dim=-1)[..., None, None]
-    return _ratio(torch.full_like(norm, target), norm)
+    return math.sqrt(min(rows, columns) * max(1.0, rows / columns))
+
+
+#: Rules by which steps get a norm that depends on their shape: of each matrix, or of a norm's channels.
+_TARGETS = {"unit": _unit, "orthogonal": _unit, "channels": _channels}
+
+
+def _norm_factors(
+    rules: Sequence[Rule], updates: Sequence[Update], agreements: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Factors that give steps these norms; all of them in a few operations."""
+    parts: list[Tensor] = []
+    weights: list[Tensor] = []
+    shapes = []
+    for rule, update, agreement in zip(rules, updates, agreements, strict=True):
+        *batch, _, _ = update.after.shape
+        if rule == "channels":
+            batch[1:] = [1] * len(batch[1:])
+        shapes.append((*batch, 1, 1))
+        parts += (update.after if rule == "channels" else update.after.flatten(0, -3)).unbind()
+        if agreement is not None:
+            blocks = math.prod(batch[1:])
+            weights.append(agreement if blocks == 1 else agreement.repeat_interleave(blocks))
+    norms = torch.stack(torch._foreach_norm(parts))
+    inverse = _ratio(torch.ones_like(norms), norms)
+    if weights:
+        inverse = inverse * torch.cat(weights)
+    found = inverse.split([math.prod(shape) for shape in shapes])
+    targets = [_TARGETS[rule](update) for rule, update in zip(rules, updates, strict=True)]
+    torch._foreach_mul_(found, targets)
+    return [one.view(shape) for one, shape in zip(found, shapes, strict=True)]
+
+
+def graft_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[float | Tensor]:
+    """Factors that give each grafted step the norm that its gradient had, ``‖g‖/‖v‖``; else 1."""
+    factors: dict[int, float | Tensor] = {}
+    grafted = [index for index, rule in enumerate(rules) if rule == "graft"]
+    for indices in _alike(updates, grafted):
+        chosen = [updates[index] for index in indices]
+        matrices = [one for update in chosen for one in update.known(update.before).unbind()]
+        matrices += [one for update in chosen for one in update.known(update.after).unbind()]
+        before, after = torch.stack(torch._foreach_norm(matrices)).chunk(2)
+        found = _ratio(before, after).split([len(update.after) for update in chosen])
+        for index, values in zip(indices, found, strict=True):
+            factors[index] = updates[index].of_layers(values)
+    return [factors.get(index, 1.0) for index in range(len(updates))]
 
 
 def column_factors(update: Update) -> Tensor:
@@ -101,22 +142,13 @@ def column_factors(update: Update) -> Tensor:
 
 
 def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[Update]:
-    """The nearest orthogonal matrix in place of the steps with that rule; small equal ones together."""
-    found: dict[int, Tensor] = {}
-    alike: dict[Hashable, list[int]] = {}
-    for index, (rule, update) in enumerate(zip(rules, updates, strict=True)):
-        if rule != "orthogonal":
-            continue
-        after = update.after
-        alone = index if after.numel() > MAX_ELEMENTS else None
-        alike.setdefault((after.shape, after.dtype, after.device, alone), []).append(index)
-    for indices in alike.values():
-        steps = torch.stack([updates[index].known(updates[index].after) for index in indices])
-        found |= dict(zip(indices, nearest_orthogonal(steps).unbind(), strict=True))
-    return [
-        replace(update, after=found[index]) if index in found else update
-        for index, update in enumerate(updates)
-    ]
+    """The nearest orthogonal matrices in place of the steps with that rule."""
+    steps = list(updates)
+    for indices in _alike(updates, [i for i, rule in enumerate(rules) if rule == "orthogonal"]):
+        stacks = [updates[index].known(updates[index].after) for index in indices]
+        for index, after in zip(indices, nearest_orthogonal_all(stacks), strict=True):
+            steps[index] = replace(updates[index], after=after)
+    return steps
 
 
 def squared_step(updates: Sequence[Update]) -> Tensor:

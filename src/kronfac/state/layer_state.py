@@ -70,8 +70,9 @@ class LayerState:
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
         self.solution: dict[str, Tensor] | None = None
-        #: The solution that a mean curvature was computed for, and that.
+        #: The solution that a mean curvature was computed for, and that; the same for a damping.
         self._curvature: tuple[dict[str, Tensor], Tensor] | None = None
+        self._damping: tuple[Tensor, float, Tensor] | None = None
         self.solved_at: int | None = None
         self.last_refresh: int | None = None
         self.has_new_statistics = False
@@ -220,6 +221,12 @@ class LayerState:
         self._curvature = None  # it would keep the old solution
         self.solution = {name: after[name] for name in held if name in after} if held else None
 
+    def move_solution(self, solution: dict[str, Tensor]) -> None:
+        """Hold the same solution in other memory."""
+        if self._curvature is not None and self._curvature[0] is self.solution:
+            self._curvature = (solution, self._curvature[1])
+        self.solution = solution
+
     def damping(self, value: float, relative: ShareOf | None) -> float | Tensor:
         """The damping γ of this layer, given it or its share of the curvature.
 
@@ -231,8 +238,10 @@ class LayerState:
             value *= math.prod(self.layer.matrix_shape[-2:])
         if self._curvature is None or self._curvature[0] is not self.solution:
             self._curvature = (self.solution, self.block.mean_curvature(self.solution))
-        mean = self._curvature[1]
-        return torch.where(mean > 0, mean * value, 1.0)
+        mean, known = self._curvature[1], self._damping
+        if known is None or known[0] is not mean or known[1] != value:
+            known = self._damping = (mean, value, torch.where(mean > 0, mean * value, 1.0))
+        return known[2]
 
     def keeps(self, name: str) -> bool:
         """Whether this rank keeps a statistic between refreshes."""

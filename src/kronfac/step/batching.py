@@ -1,20 +1,22 @@
-"""Small layers of equal shape are preconditioned together: one batched product instead of many calls.
+"""Layers of equal shape are preconditioned together: one batched product instead of many calls.
 
 On several cores, or on a GPU, a product of small matrices does not keep the device busy; a batch of them
-does. Solutions of a batch live side by side in one tensor, of which each layer holds its part. Which
-layers go together depends on who has a gradient at this step and on nothing earlier, so that a run that
-was resumed computes the same bits.
+does, and every operation that one layer needs costs a launch. Solutions of a batch live side by side in
+one tensor, of which each layer holds its part. Which layers go together depends on who has a gradient at
+this step and on nothing earlier, so that a run that was resumed computes the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kronfac.linalg.batching import MAX_ELEMENTS
+from kronfac.layers.stacks import stack_kind
+from kronfac.linalg.batching import MAX_BATCH_ELEMENTS, MAX_ELEMENTS
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 
@@ -22,39 +24,73 @@ from kronfac.state.timing import Phases
 Damping = Mapping[LayerState, float | Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Layers whose steps are computed together, and the batch of solutions that they belong to."""
+
+    states: Sequence[LayerState]
+    batch: Batch
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether they have solutions; all of them or none."""
+        return _is_solved(self.states[0])
+
+
 class Batch:
-    """The solutions of all layers of one kind, side by side."""
+    """The solutions of all layers of one kind, side by side; that of a single one stays where it is."""
 
     def __init__(self, states: Sequence[LayerState]) -> None:
         self.states = list(states)
         self._stacked: dict[str, Tensor] = {}
         self._known: list[dict[str, Tensor] | None] = [None] * len(states)
+        self._damping: tuple[list[Tensor], Tensor] | None = None
 
     def precondition(
-        self, gradients: Mapping[LayerState, Tensor], damping: Damping
-    ) -> dict[LayerState, Tensor]:
-        """Apply the solutions of those layers that have a gradient."""
-        here = [index for index, state in enumerate(self.states) if state in gradients]
-        solutions = self._solutions(here)
-        if len(here) < len(self.states):
-            solutions = {
-                name: torch.stack([value[index] for index in here])
-                for name, value in solutions.items()
-            }
-        states = [self.states[index] for index in here]
-        stacked = torch.stack([gradients[state] for state in states])
-        own = damping[states[0]]
-        if isinstance(own, Tensor):
-            own = torch.stack([torch.as_tensor(damping[state]) for state in states])
-        found = states[0].block.precondition(solutions, stacked, own)
-        return dict(zip(states, found.unbind(), strict=True))
+        self, states: Sequence[LayerState], gradients: Tensor, damping: Damping
+    ) -> Tensor:
+        """Apply the solutions of some of these layers to gradients ``[k, *b, d_out, d_in]``."""
+        first, block = states[0], states[0].block
+        if len(states) == 1:
+            assert first.solution is not None
+            return block.precondition(first.solution, gradients[0], damping[first])[None]
+        here = [self.states.index(state) for state in states]
+        return block.precondition(self._solutions(here), gradients, self._dampings(states, damping))
 
-    def _solutions(self, here: Iterable[int]) -> dict[str, Tensor]:
+    @staticmethod
+    def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
+        """Columns ``[k, 1, d_in]`` whose gradients pass as they are, if any."""
+        found = []
+        for state in states:
+            assert state.solution is not None
+            raw = state.block.raw_columns(state.solution)
+            if raw is None:
+                return None
+            found.append(raw)
+        return torch.stack(found).unsqueeze(-2)
+
+    def _dampings(self, states: Sequence[LayerState], damping: Damping) -> float | Tensor:
+        """One number for all of them, or one of each; side by side until one changes."""
+        first = damping[states[0]]
+        if not isinstance(first, Tensor):
+            return first
+        own = [torch.as_tensor(damping[state]) for state in states]
+        known = self._damping
+        if known is None or len(known[0]) != len(own) or any(map(_differ, known[0], own)):
+            known = self._damping = (own, torch.stack(own))
+        return known[1]
+
+    def _solutions(self, here: Sequence[int]) -> dict[str, Tensor]:
         for index in here:
             state = self.states[index]
             if state.solution is not self._known[index]:
                 self._put(index, state)
-        return self._stacked
+        if len(here) == len(self.states):
+            return self._stacked
+        return {
+            name: torch.stack([value[index] for index in here])
+            for name, value in self._stacked.items()
+        }
 
     def _put(self, index: int, state: LayerState) -> None:
         """Move a new solution to its place among the others."""
@@ -65,8 +101,9 @@ class Batch:
             place = self._stacked[name][index]
             if value.data_ptr() != place.data_ptr():  # parts that were not solved again are there
                 place.copy_(value)
-        state.solution = {name: self._stacked[name][index] for name in state.solution}
-        self._known[index] = state.solution
+        moved = {name: self._stacked[name][index] for name in state.solution}
+        state.move_solution(moved)
+        self._known[index] = moved
 
 
 class Batches:
@@ -80,32 +117,34 @@ class Batches:
         """Forget all batches, after layers have come or gone."""
         self._batches.clear()
 
-    def precondition(
-        self,
-        gradients: Mapping[LayerState, Tensor],
-        states: Iterable[LayerState],
-        damping: Damping,
-    ) -> dict[LayerState, Tensor]:
-        """Apply solutions to the gradients of this step, given all layers that there are."""
-        alike: dict[Hashable, list[LayerState]] = {}
-        result: dict[LayerState, Tensor] = {}
-        for state in states:
-            if state.solution is not None:
-                alike.setdefault(_kind(state), []).append(state)
-        for kind, members in alike.items():
-            present = {state: gradients[state] for state in members if state in gradients}
-            if kind is None or len(present) < 2:
-                for state, gradient in present.items():
-                    result[state] = self._alone(state, gradient, damping[state])
-            else:
-                with self._phases.part("precondition", *(state.name for state in present)):
-                    result |= self._batch(kind, members).precondition(present, damping)
-        return {state: result[state] for state in gradients}
+    def groups(
+        self, present: Mapping[LayerState, Hashable], states: Iterable[LayerState]
+    ) -> list[Group]:
+        """Which layers that have a gradient go together, given all layers that there are.
 
-    def _alone(self, state: LayerState, gradient: Tensor, damping: float | Tensor) -> Tensor:
-        assert state.solution is not None
-        with self._phases.part("precondition", state.name):
-            return state.block.precondition(state.solution, gradient, damping)
+        ``present`` says of each what else has to be equal.
+        """
+        alike: dict[Hashable, list[LayerState]] = {}
+        for state in states:
+            if state in present or _is_solved(state):
+                alike.setdefault(_kind(state), []).append(state)
+        found: list[Group] = []
+        for kind, members in alike.items():
+            size = _batch_size(members[0])
+            for number, start in enumerate(range(0, len(members), size)):
+                batch = self._batch((kind, number), members[start : start + size])
+                now: dict[Hashable, list[LayerState]] = {}
+                for state in batch.states:
+                    if state in present:
+                        key = present[state], stack_kind(state.layer)
+                        now.setdefault(key, []).append(state)
+                found += [Group(chosen, batch) for chosen in now.values()]
+        return found
+
+    def precondition(self, group: Group, gradients: Tensor, damping: Damping) -> Tensor:
+        """Apply the solutions of a group to its gradients ``[k, *b, d_out, d_in]``."""
+        with self._phases.part("precondition", *(state.name for state in group.states)):
+            return group.batch.precondition(group.states, gradients, damping)
 
     def _batch(self, kind: Hashable, members: list[LayerState]) -> Batch:
         batch = self._batches.get(kind)
@@ -115,8 +154,32 @@ class Batches:
 
 
 def _kind(state: LayerState) -> Hashable:
-    """What layers of one batch have in common; ``None`` for those that stay alone."""
+    """What layers of one batch have in common; those that stay alone have it with nobody."""
     signature = state.block.signature
-    if signature is None or math.prod(state.layer.matrix_shape) > MAX_ELEMENTS:
-        return None
-    return signature, state.layer.weight.device
+    solved = _is_solved(state)
+    if signature is None:
+        return state, solved
+    layer = state.layer
+    return signature, type(layer), layer.weight.shape, layer.weight.device, state.rule, solved
+
+
+def _is_solved(state: LayerState) -> bool:
+    return state.solved_at is not None and state.solution is not None
+
+
+def _batch_size(state: LayerState) -> int:
+    """How many layers like this one a batch has at most.
+
+    A processor is busy with one large matrix, and its caches are too small for several. Elsewhere it is
+    the memory for copies of gradients that is bounded.
+    """
+    elements = math.prod(state.layer.matrix_shape)
+    if elements <= MAX_ELEMENTS:
+        return 2**31
+    if state.layer.weight.device.type == "cpu":
+        return 1
+    return max(1, MAX_BATCH_ELEMENTS // elements)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one is not other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,29 @@ def clip_gradients(
 
     ``add_up`` adds the squared norms of other ranks, where each of them has a part of the gradients.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
+    alike: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+    for grad in (p.grad for p in parameters):
+        if grad is not None:
+            # Where something is said twice its sum counts, but scaling both scales that.
+            read = grad.coalesce().values() if grad.is_sparse else grad
+            write = grad._values() if grad.is_sparse else grad
+            own = alike.setdefault((grad.device, grad.dtype), [])
+            own.append((read.detach(), write.detach()))
+    device = next((own[0][0].device for own in alike.values()), torch.device("cpu"))
     wide = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=wide, device=device)
-    for grad in grads:
-        values = grad.coalesce().values() if grad.is_sparse else grad
-        total = total + values.detach().norm().to(device, wide).square()
+    for own in alike.values():
+        norms = torch.stack(torch._foreach_norm([read for read, _ in own])).to(wide)
+        total = total + _on(device, norms.square_().sum())
     norm = (total if add_up is None else add_up(total)).sqrt()
     factor = (bound / (norm + 1e-6)).clamp(max=1)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
+    for own in alike.values():
+        first = own[0][0]
+        precise = torch.promote_types(first.dtype, torch.float32)
+        own_factor = _on(first.device, factor).to(precise)
+        torch._foreach_mul_([write for _, write in own], own_factor)
+
+
+def _on(device: torch.device, value: Tensor) -> Tensor:
+    """A number on a device; if it is there already, nothing is asked for."""
+    return value if value.device == device else value.to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ class Momentum(Transform):
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
         mu, buffers = float(self.schedules.at("momentum", at.step)), at.buffers
-        # Far from overflow, also when it is added up.
-        square = gradient.square().sum().clamp(max=torch.finfo(gradient.dtype).max * 2.0**-20)
+        square = gradient.square().sum().clamp(max=_most(gradient.dtype))
         news = torch.stack([torch.ones_like(square), square])
         if "coherence" in buffers:
             buffers["coherence"].mul_(mu).add_(news)
@@ -44,17 +43,55 @@ class Momentum(Transform):
         held = buffers["momentum"]
         return gradient + mu * held if self.nesterov else held
 
+    def apply_all(self, gradients: Sequence[Tensor], at: Sequence[LayerStep]) -> Sequence[Tensor]:
+        """See :meth:`Transform.apply_all`; the results take the place of the gradients."""
+        begun: dict[Hashable, list[int]] = {}
+        for index, (gradient, one) in enumerate(zip(gradients, at, strict=True)):
+            if "coherence" in one.buffers and "momentum" in one.buffers:
+                begun.setdefault((gradient.device, gradient.dtype), []).append(index)
+            else:
+                gradient.copy_(self(gradient, one))
+        for indices in begun.values():
+            mu = float(self.schedules.at("momentum", at[indices[0]].step))
+            buffers = [at[index].buffers for index in indices]
+            self._apply([gradients[index] for index in indices], buffers, mu)
+        return gradients
 
-def coherence(buffers: Mapping[str, Tensor]) -> Tensor | None:
-    """How much recent gradients agree: ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``, a scalar in [0, 1].
+    def _apply(
+        self, gradients: list[Tensor], buffers: Sequence[Mapping[str, Tensor]], mu: float
+    ) -> None:
+        squares = torch.stack(torch._foreach_norm(gradients)).square_()
+        squares = squares.clamp_(max=_most(squares.dtype))
+        news = torch.stack([torch.ones_like(squares), squares], dim=1).unbind()
+        sums = [one["coherence"] for one in buffers]
+        torch._foreach_mul_(sums, mu)
+        torch._foreach_add_(sums, news)
+        held = [one["momentum"] for one in buffers]
+        torch._foreach_mul_(held, mu)
+        torch._foreach_add_(held, gradients)
+        if self.nesterov:
+            torch._foreach_add_(gradients, held, alpha=mu)
+        else:
+            torch._foreach_copy_(gradients, held)
 
-    It is 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if they are noise, whatever their scale.
-    ``None`` without momentum, which is the memory that it needs.
+
+def coherences(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """How much recent gradients of each layer agree, ``[layers]`` in [0, 1].
+
+    It is ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``: 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if
+    they are noise, whatever their scale. ``None`` without momentum, which is the memory that it needs.
+    The layers are on one device and in one precision.
     """
-    if "momentum" not in buffers or "coherence" not in buffers:
+    if not all("momentum" in one and "coherence" in one for one in buffers):
         return None
-    weight, squares = buffers["coherence"].unbind()
-    most = (weight * squares).sqrt()
-    ratio = buffers["momentum"].norm() / most.clamp(min=torch.finfo(most.dtype).tiny)
+    weights, squares = torch.stack([one["coherence"] for one in buffers]).unbind(1)
+    most = (weights * squares).sqrt_()
+    norms = torch.stack(torch._foreach_norm([one["momentum"] for one in buffers]))
+    ratios = norms / most.clamp_(min=torch.finfo(most.dtype).tiny)
     # Squares that overflow, here or above, say nothing.
-    return torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio)).clamp(max=1)
+    return torch.nan_to_num_(ratios, nan=1.0, posinf=1.0).clamp_(max=1)
+
+
+def _most(dtype: torch.dtype) -> float:
+    """A square that is far from overflow, also when it is added up."""
+    return torch.finfo(dtype).max * 2.0**-20

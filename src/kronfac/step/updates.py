@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.distributed.coordinator import Coordinator
+from kronfac.layers.stacks import Place, places, stacked_gradients, write
 from kronfac.options.config import Options, Schedules
 from kronfac.protocol.transform import LayerStep, Transform
 from kronfac.rescale.factors import (
@@ -21,14 +22,16 @@ from kronfac.rescale.factors import (
 )
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
-from kronfac.step.batching import Batches
-from kronfac.step.transforms import coherence
+from kronfac.step.batching import Batches, Group
+from kronfac.step.transforms import coherences
 
 ParamGroups = list[dict[str, Any]]
+#: Learning rates of parameters.
+Rates = dict[nn.Parameter, float | Tensor]
 #: Length of a step on which all recent gradients agree, as a multiple of Muon's.
 AGREED = 1.5
-#: A layer, and what its gradient was and has become.
-LayerUpdate = tuple[LayerState, Update]
+#: Layers that are worked on together, and what their gradients were and have become.
+GroupUpdate = tuple[Group, Update]
 
 
 class Updates:
@@ -53,76 +56,109 @@ class Updates:
 
     def precondition(
         self, states: Sequence[LayerState], groups: ParamGroups, step: int, seed: int = 0
-    ) -> list[LayerUpdate]:
+    ) -> list[GroupUpdate]:
         """Apply the rules and each layer's solution; without one the gradient stays raw."""
-        value = float(self.schedules.at("damping", step))
-        relative = self.schedules.relative_damping
-        damping: dict[LayerState, float | Tensor] = {}
-        rates: dict[nn.Parameter, float | Tensor] = {}
+        rates: Rates = {}
         if self.transforms or self.options.step_bound is not None:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
-        gradients, moments = {}, {}
+        chosen = self._groups(states, rates)
+        names = [state.name for group in chosen for state in group.states]
+        with self.phases.part("precondition", *names):
+            damping = self._damping(chosen, step)
+            layers = [[state.layer for state in group.states] for group in chosen]
+            before = [stacked_gradients(own) for own in layers]
+            moments = [
+                [self._moment(state, step, damping, rates, seed) for state in group.states]
+                for group in chosen
+            ]
+            before = self._transformed(before, moments)
+        updates = []
+        for group, stack, at in zip(chosen, before, moments, strict=True):
+            if group.is_solved:
+                after = self._batches.precondition(group, stack, damping)
+                after = self._after(group, after, stack, at)
+                updates.append((group, self._update(group, stack, after, rates)))
+        return updates
+
+    def _groups(self, states: Sequence[LayerState], rates: Rates) -> list[Group]:
+        """Which of the layers that have a gradient and are worked on here go together."""
+        bounded, present = self.options.step_bound is not None, {}
         for state in states:
             if not state.has_gradient:
                 continue
             state.renew_if_stale()
-            if not state.is_worker:
-                continue
-            with self.phases.part("precondition", state.name):
-                rate = rates.get(state.layer.weight, 0.0)
-                own = damping[state] = state.damping(value, relative)
-                at = moments[state] = LayerStep(
-                    step,
-                    state.buffers,
-                    state.block,
-                    state.solution_in_use,
-                    own,
-                    rate,
-                    seed ^ state.number,
-                )
-                before = self._transformed(state.view.gradient(), at)
-            if state.solved_at is not None and state.solution is not None:
-                gradients[state] = before
-        found = self._batches.precondition(gradients, states, damping)
-        updates = []
-        for state, update in found.items():
-            # Where solutions of a batch live now: products may depend on how memory is aligned.
-            at = replace(moments[state], solution=state.solution)
-            for transform in self.transforms:
-                update = transform.after(update, gradients[state], at)
-            updates.append((state, self._update(state, gradients[state], update, rates)))
-        return updates
+            if state.is_worker:
+                present[state] = _key(_own_rates(state, rates)) if bounded else None
+        found = self._batches.groups(present, states)
+        return found if self.transforms else [group for group in found if group.is_solved]
 
-    def _transformed(self, gradient: Tensor, at: LayerStep) -> Tensor:
-        """What the rules before preconditioning make of a gradient."""
-        for transform in self.transforms:
-            gradient = transform(gradient, at)
-        return gradient
+    def _damping(self, groups: Sequence[Group], step: int) -> dict[LayerState, float | Tensor]:
+        value = float(self.schedules.at("damping", step))
+        relative = self.schedules.relative_damping
+        states = [state for group in groups for state in group.states]
+        return {state: state.damping(value, relative) for state in states}
 
-    def _update(
-        self,
+    @staticmethod
+    def _moment(
         state: LayerState,
-        before: Tensor,
-        after: Tensor,
-        rates: dict[nn.Parameter, float | Tensor],
-    ) -> Update:
-        assert state.solution is not None
-        own = tuple(rates.get(p, 0.0) for p in state.layer.parameters)
-        raw = state.block.raw_columns(state.solution)
-        moving = None
-        if state.rule == "columns" and self.transforms:
-            moving = (state.view.gradient() != 0).any(-2, keepdim=True)
-        return Update(before, after, own, raw, moving)
+        step: int,
+        damping: Mapping[LayerState, float | Tensor],
+        rates: Rates,
+        seed: int,
+    ) -> LayerStep:
+        rate = rates.get(state.layer.weight, 0.0)
+        solution, own = state.solution_in_use, seed ^ state.number
+        return LayerStep(step, state.buffers, state.block, solution, damping[state], rate, own)
+
+    def _transformed(
+        self, before: list[Tensor], moments: Sequence[Sequence[LayerStep]]
+    ) -> list[Tensor]:
+        """What the rules before preconditioning make of gradients, all layers at once."""
+        if not self.transforms or not before:
+            return before
+        given = [one for stack in before for one in stack.unbind()]
+        flat = [one for own in moments for one in own]
+        found: Sequence[Tensor] = given
+        for transform in self.transforms:
+            found = transform.apply_all(found, flat)
+        if all(new is old for new, old in zip(found, given, strict=True)):
+            return before
+        rest = iter(found)
+        return [torch.stack([next(rest) for _ in own]) for own in moments]
+
+    def _after(
+        self, group: Group, after: Tensor, before: Tensor, moments: Sequence[LayerStep]
+    ) -> Tensor:
+        """What the rules after preconditioning make of updates."""
+        rules = [one for one in self.transforms if type(one).after is not Transform.after]
+        if not rules:
+            return after
+        found = []
+        for state, update, gradient, at in zip(group.states, after, before, moments, strict=True):
+            # Where solutions of a batch live now: products may depend on how memory is aligned.
+            here = replace(at, solution=state.solution)
+            for transform in rules:
+                update = transform.after(update, gradient, here)
+            found.append(update)
+        return torch.stack(found)
+
+    def _update(self, group: Group, before: Tensor, after: Tensor, rates: Rates) -> Update:
+        first, moving = group.states[0], None
+        if first.rule == "columns" and self.transforms:
+            own = [(state.view.gradient() != 0).any(-2, keepdim=True) for state in group.states]
+            moving = torch.stack(own)
+        raw = group.batch.raw_columns(group.states)
+        return Update(before, after, _own_rates(first, rates), raw, moving)
 
     def rescale(
         self,
-        updates: Sequence[LayerUpdate],
+        updates: Sequence[GroupUpdate],
         coordinator: Coordinator,
         model: nn.Module,
         count: Callable[..., None],
     ) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
-        rules = [state.rule for state, _ in updates]
+        rules = [group.states[0].rule for group, _ in updates]
         steps = orthogonal_steps(rules, [update for _, update in updates])
         if (bound := self.options.step_bound) is not None:
             total = coordinator.add_up_layers(squared_step(steps), model)
@@ -132,16 +168,37 @@ class Updates:
             count(f"{name}_active", (factor < 1).to(torch.int64))
             factors: Iterable[float | Tensor] = [factor] * len(steps)
         else:
-            factors = own_factors(rules, steps)
-        if self.options.rescale == "auto":
-            agreements = [coherence(state.buffers) for state, _ in updates]
-            factors = [
-                factor if agreement is None else factor * (AGREED * agreement)
-                for factor, agreement in zip(factors, agreements, strict=True)
-            ]
-        for (state, _), step, length in zip(updates, steps, factors, strict=True):
-            if step.raw is None and isinstance(length, Tensor) and length.dim() == 0:
-                for target, value in state.view.places(step.after):
-                    torch.mul(value, length, out=target)
-            else:
-                state.view.write(step.times(length))
+            factors = own_factors(rules, steps, self._agreements([group for group, _ in updates]))
+        found: list[Place] = []
+        for (group, _), step, length in zip(updates, steps, factors, strict=True):
+            layers = [state.layer for state in group.states]
+            found += places(layers, step.times(length))
+        write(found)
+
+    def _agreements(self, groups: Sequence[Group]) -> list[Tensor | None]:
+        """Length of each layer's step as a multiple of Muon's, ``[k]``, if that depends on gradients."""
+        found: list[Tensor | None] = [None] * len(groups)
+        if self.options.rescale != "auto":
+            return found
+        alike: dict[Hashable, list[int]] = {}
+        for index, group in enumerate(groups):
+            layer = group.states[0].layer
+            alike.setdefault((layer.weight.device, layer.factor_dtype), []).append(index)
+        for indices in alike.values():
+            states = [state for index in indices for state in groups[index].states]
+            agreements = coherences([state.buffers for state in states])
+            if agreements is not None:
+                sizes = [len(groups[index].states) for index in indices]
+                own = (agreements * AGREED).split(sizes)
+                for index, values in zip(indices, own, strict=True):
+                    found[index] = values
+        return found
+
+
+def _own_rates(state: LayerState, rates: Rates) -> tuple[float | Tensor, ...]:
+    return tuple(rates.get(p, 0.0) for p in state.layer.parameters)
+
+
+def _key(rates: Iterable[float | Tensor]) -> Hashable:
+    """Layers have the same rates if these are equal numbers or the same tensors."""
+    return tuple(id(rate) if isinstance(rate, Tensor) else float(rate) for rate in rates)
