@@ -205,10 +205,10 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert kinds[0] == "start"
     assert kinds[-2:] == ["layers", "finish"]
     start, step = events[0], next(event for event in events if event["event"] == "step")
-    assert (start["steps"], start["steps_per_epoch"], start["batch"]) == (12, 4, 32)
+    assert (start["steps"], start["epochs"], start["batch"]) == (12, 3.0, 32)
     assert (start["kind"], start["metric"], start["resumed"]) == ("kfac", "accuracy", None)
     fields = {"step", "epoch", "loss", "lr", "seconds", "samples_per_second", "memory", "phases"}
-    assert fields | {"damping", "kl_clip", "momentum"} <= set(step)
+    assert fields | {"batch", "damping", "kl_clip", "momentum"} <= set(step)
     phases = {"data", "forward_backward", "optimizer", "observe", "refresh", "precondition"}
     assert phases <= set(step["phases"])
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 3, 6, 9, 12]

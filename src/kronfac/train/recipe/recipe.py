@@ -12,6 +12,7 @@ from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
 from kronfac.train.recipe.options import check_options, kinds, methods, starting_line
 from kronfac.train.recipe.tables import fill, to_table
+from kronfac.train.timetable import Sizes, Timetable, sizes_of
 
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")
@@ -65,7 +66,7 @@ class TrainPart:
     """[train]: everything about the loop.
 
     Args:
-        batch: samples of a step, on all ranks together.
+        batch: samples of a step, on all ranks together, or pairs: from which epoch on, how many.
         epochs: how long, if ``steps`` does not say it.
         steps: how long.
         seed: of the initial weights, the order of samples and augmentation.
@@ -86,7 +87,7 @@ class TrainPart:
         checkpoint_every: epochs between checkpoints; 0 saves only at the end and when interrupted.
     """
 
-    batch: int
+    batch: int | Sizes
     epochs: float | None = None
     steps: int | None = None
     seed: int = 0
@@ -109,8 +110,11 @@ class TrainPart:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise UserError("[train] needs either 'epochs' or 'steps', and not both.")
-        for name in ("batch", "evaluate_batch", "micro_batches", "log_every", "steps"):
+        for name in ("evaluate_batch", "micro_batches", "log_every", "steps"):
             self._at_least(name, 1)
+        if isinstance(self.batch, int):
+            self._at_least("batch", 1)
+        sizes_of(self.batch)
         for name in ("seed", "mixup", "clip", "checkpoint_every"):
             self._at_least(name, 0)
         for name in ("epochs", "evaluate_every"):
@@ -129,9 +133,9 @@ class TrainPart:
         if self.target_loss is not None and not 0 < self.target_loss < math.inf:
             raise UserError(f"train.target_loss = {self.target_loss} must be a positive number.")
 
-    def num_steps(self, steps_per_epoch: int) -> int:
+    def num_steps(self, timetable: Timetable) -> int:
         """How long it is, whichever of the two says it."""
-        return self.steps or max(1, round((self.epochs or 0.0) * steps_per_epoch))
+        return self.steps or max(1, round(timetable.step(self.epochs or 0.0)))
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -156,6 +160,8 @@ class SchedulePart:
         milestones: epochs of ``"steps"``.
         gamma: factor of one step down.
         tied_momentum: let momentum fall with the learning rate.
+        batch_scaling: how the learning rate follows a batch that changes: in proportion to it
+            (``"linear"``), to its square root (``"sqrt"``), or not at all (``"none"``).
     """
 
     shape: str = "linear"
@@ -168,6 +174,7 @@ class SchedulePart:
     milestones: tuple[float, ...] | None = None
     gamma: float | None = None
     tied_momentum: bool = False
+    batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:
