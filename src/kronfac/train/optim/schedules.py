@@ -138,9 +138,9 @@ _SHAPES: dict[str, type[Any]] = {
 NAMES = tuple(_SHAPES)
 #: Factors of the learning rate for a batch, by rule; the learning rate is that of the first batch.
 BATCH_SCALING: dict[str, Callable[[int, int], float]] = {
+    "none": lambda batch, first: 1.0,
     "linear": lambda batch, first: batch / first,
     "sqrt": lambda batch, first: math.sqrt(batch / first),
-    "none": lambda batch, first: 1.0,
 }
 
 

@@ -21,7 +21,12 @@ _TEXTS = ("description", "source", "optimizer")
 #: Only one of two such keys may be given; a newer one replaces the other.
 EXCLUSIVE = {
     one: other
-    for keys in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
+    for keys in (
+        ("epochs", "steps"),
+        ("target", "target_loss"),
+        ("warmup", "warmup_share"),
+        ("micro_batches", "micro_batch_size"),
+    )
     for one, other in (keys, keys[::-1])
 }
 #: More steps, samples or epochs than any run has: what is more is a slip.
@@ -79,6 +84,7 @@ class TrainPart:
         weight_rescaling: keep the norm of weights in front of norms at ``√(2·d_out)``.
         precision: ``"bfloat16"`` runs forward and loss under autocast.
         micro_batches: parts into which each rank divides its share of a batch.
+        micro_batch_size: the most samples of such a part, instead of their number.
         channels_last: memory layout of images and convolutions.
         compile: run the model through ``torch.compile``.
         clip: bound of the norm of all gradients together, 0 for none.
@@ -100,6 +106,7 @@ class TrainPart:
     weight_rescaling: bool = False
     precision: Literal["float32", "bfloat16"] = "float32"
     micro_batches: int = 1
+    micro_batch_size: int | None = None
     channels_last: bool = False
     compile: bool = False
     clip: float = 0.0
@@ -110,7 +117,7 @@ class TrainPart:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise UserError("[train] needs either 'epochs' or 'steps', and not both.")
-        for name in ("evaluate_batch", "micro_batches", "log_every", "steps"):
+        for name in ("evaluate_batch", "micro_batches", "micro_batch_size", "log_every", "steps"):
             self._at_least(name, 1)
         if isinstance(self.batch, int):
             self._at_least("batch", 1)
@@ -130,12 +137,24 @@ class TrainPart:
             raise UserError(f"train.target = {self.target} must be an accuracy in (0, 1].")
         if self.target is not None and self.target_loss is not None:
             raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
+        if self.micro_batches > 1 and self.micro_batch_size is not None:
+            raise UserError(
+                "[train] has both 'micro_batches' and 'micro_batch_size'; give one of them."
+            )
         if self.target_loss is not None and not 0 < self.target_loss < math.inf:
             raise UserError(f"train.target_loss = {self.target_loss} must be a positive number.")
 
     def num_steps(self, timetable: Timetable) -> int:
         """How long it is, whichever of the two says it."""
         return self.steps or max(1, round(timetable.step(self.epochs or 0.0)))
+
+    def num_parts(self, share: int) -> int:
+        """Micro-batches of a rank's share of a batch."""
+        return (
+            self.micro_batches
+            if self.micro_batch_size is None
+            else -(-share // self.micro_batch_size)
+        )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -160,8 +179,8 @@ class SchedulePart:
         milestones: epochs of ``"steps"``.
         gamma: factor of one step down.
         tied_momentum: let momentum fall with the learning rate.
-        batch_scaling: how the learning rate follows a batch that changes: in proportion to it
-            (``"linear"``), to its square root (``"sqrt"``), or not at all (``"none"``).
+        batch_scaling: how the learning rate follows a batch that changes: not at all (``"none"``),
+            in proportion to it (``"linear"``) or to its square root (``"sqrt"``).
     """
 
     shape: str = "linear"
@@ -174,7 +193,7 @@ class SchedulePart:
     milestones: tuple[float, ...] | None = None
     gamma: float | None = None
     tied_momentum: bool = False
-    batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    batch_scaling: Literal["none", "linear", "sqrt"] = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:

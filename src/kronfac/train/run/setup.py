@@ -58,14 +58,14 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
 
 
 def check_batch(job: Job, ranks: int) -> None:
-    """Raise unless every batch can be divided equally among the ranks."""
+    """Raise unless every batch can be divided equally over ranks and micro-batches."""
     train = job.train
-    shares = ranks * train.micro_batches
     for _, size in sizes_of(train.batch):
-        if size % shares:
+        parts = train.num_parts(max(1, size // ranks))
+        if size % (ranks * parts):
             raise UserError(
                 f"train.batch = {size} cannot be divided over {ranks} rank(s) and "
-                f"{train.micro_batches} micro-batch(es); choose a multiple of {shares}."
+                f"{parts} micro-batch(es); choose a multiple of {ranks * parts}."
             )
 
 

@@ -71,7 +71,7 @@ class Stepper:
             self._momentum.update(scale)
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        count = self.setup.job.train.micro_batches
+        count = self.setup.job.train.num_parts(len(inputs))
         total = torch.zeros((), device=self.setup.device)
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for number, (some, wanted) in enumerate(parts, start=1):
