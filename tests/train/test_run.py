@@ -493,6 +493,20 @@ def test_a_length_may_be_told_in_another_way(tmp_path: Path) -> None:
     assert train(small.recipe(train__epochs=3.0), resume=tmp_path / "run").step == 12
 
 
+def test_a_folder_that_knows_the_steps_of_an_epoch_keeps_its_length(tmp_path: Path) -> None:
+    """As older ones do, instead of the samples."""
+    train(small.recipe(data__train=130), out=tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    fields = json.loads(start)
+    assert fields.pop("train_samples") == 130
+    path.write_text(json.dumps({**fields, "steps_per_epoch": 4}) + "\n" + "".join(rest))
+    recipe = small.recipe(data__train=130, train__epochs=3.0)
+    assert train(recipe, resume=tmp_path / "run").was_finished
+    with pytest.raises(UserError, match="a run of 12 steps, and this one has 16"):
+        train(small.recipe(data__train=130, train__epochs=4.0), resume=tmp_path / "run")
+
+
 def test_a_run_that_never_began_keeps_its_length(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run")
     for name in ("checkpoint.pt", "events.jsonl"):
