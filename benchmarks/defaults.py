@@ -76,7 +76,7 @@ def train(make: Callable[..., torch.optim.Optimizer], lr: float, seed: int) -> f
     torch.manual_seed(seed)
     model = make_network()
     optimizer = make(model, lr)
-    total = EPOCHS * batches.steps_per_epoch
+    total = round(batches.timetable.step(EPOCHS))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
     for images, labels in batches.iterate(0, total):
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ def write_events(folder: Path, *events: dict[str, Any]) -> Path:
 def start(**changes: Any) -> dict[str, Any]:
     return {
         "event": "start", "time": 1.79e9, "recipe": "digits", "optimizer": "kfac", "kind": "kfac",
-        "seed": 0, "world": 1, "parameters": 272474, "steps": 400, "steps_per_epoch": 20, "batch": 64,
+        "seed": 0, "world": 1, "parameters": 272474, "steps": 400, "epochs": 20.0, "batch": 64,
         "target": 0.98, "metric": "accuracy", "resumed": None, **changes,
     }  # fmt: skip
 

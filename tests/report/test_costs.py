@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kronfac.report.page.hyperparameters import clips
+from kronfac.report.page.hyperparameters import clips, hyperparameters
 from kronfac.report.read import layers, phases
 from kronfac.report.read.find import load
 from kronfac.report.read.layers import LayerCost
@@ -66,6 +66,15 @@ def test_layers_are_medians_over_runs(tmp_path: Path) -> None:
     assert (second.shape, second.bytes, second.ranks, second.total) == ((), None, "all", 0)
     assert layers.skipped(group) == [("scale", "no layer owns it")]
     assert layers.scheme(group) == "spd"
+
+
+@pytest.mark.parametrize(("batches", "drawn"), [((64, 128, 512), True), ((64, 64, 64), False)])
+def test_a_batch_that_changes_is_drawn(
+    tmp_path: Path, batches: tuple[int, ...], drawn: bool
+) -> None:
+    group_of(tmp_path, *(step(1 + i, batch=size, lr=0.1) for i, size in enumerate(batches)))
+    _, content = hyperparameters(chapters(load([tmp_path])[0])[0])
+    assert ("Batch" in content) == drawn
 
 
 @pytest.mark.parametrize("event", [{}, {"layers": None}, {"layers": [3]}, {"layers": "none"}])

@@ -164,6 +164,11 @@ def change_settings(folder: Path, **tables: dict[str, Any]) -> Path:
         ({"data": {"augment": []}}, ["augment ['flip']", "augment []"]),
         ({"train": {"batch": 128}}, ["batch 128", "batch 64"]),
         (
+            {"train": {"batch": [[0.0, 64], [2.5, 128], [4.0, 256]]}},
+            ["batch 64", "batch 64, 128 from epoch 2.5, 256 from epoch 4"],
+        ),
+        ({"train": {"batch": [3, 4]}}, ["batch 64", "batch [3, 4]"]),
+        (
             {"model": {"name": "mlp"}, "train": {"batch": 128}},
             ["model mlp, batch 128", "model resnet8, batch 64"],
         ),

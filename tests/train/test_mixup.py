@@ -18,7 +18,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make(alpha: float = 0.4, **options: int) -> RunningMixup:
-    return RunningMixup(alpha, CLASSES, batch=BATCH, seed=3, **options)
+    return RunningMixup(alpha, CLASSES, seed=3, **options)
 
 
 def test_the_first_batch_is_not_mixed() -> None:
@@ -36,7 +36,7 @@ def test_each_batch_is_mixed_with_the_previous_mixed_one() -> None:
     for step in range(1, 5):
         x, y = data(step)
         mixed, soft = mixup.mix(step, x, y)
-        share = mixup.shares(step)
+        share = mixup.shares(step, BATCH)
         one, three = share[:, None], share[:, None, None, None]
         expected_x = three * x + (1 - three) * expected_x
         expected_y = one * F.one_hot(y, CLASSES) + (1 - one) * expected_y
@@ -55,7 +55,7 @@ def test_unrolled_weights_of_all_batches_sum_to_one() -> None:
 
 
 def test_a_share_of_one_leaves_the_data_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunningMixup, "shares", lambda self, step: torch.ones(BATCH))
+    monkeypatch.setattr(RunningMixup, "shares", lambda self, step, batch: torch.ones(BATCH))
     mixup = make()
     for step in range(3):
         inputs, targets = data(step)
@@ -66,7 +66,7 @@ def test_a_share_of_one_leaves_the_data_as_it_is(monkeypatch: pytest.MonkeyPatch
 
 def test_shares_are_the_larger_of_a_beta_number_and_its_rest() -> None:
     alpha = 0.4
-    shares = RunningMixup(alpha, CLASSES, batch=200_000, seed=0).shares(1)
+    shares = RunningMixup(alpha, CLASSES, seed=0).shares(1, 200_000)
     assert shares.min() >= 0.5
     assert shares.max() <= 1.0
     # λ and 1-λ have one distribution, of which λ(1-λ) = max·min has the mean α/(2(2α+1)).
@@ -75,10 +75,10 @@ def test_shares_are_the_larger_of_a_beta_number_and_its_rest() -> None:
 
 
 def test_shares_are_a_function_of_seed_and_step() -> None:
-    assert torch.equal(make().shares(4), make().shares(4))
-    assert not torch.equal(make().shares(4), make().shares(5))
-    other = RunningMixup(0.4, CLASSES, batch=BATCH, seed=4)
-    assert not torch.equal(make().shares(4), other.shares(4))
+    assert torch.equal(make().shares(4, BATCH), make().shares(4, BATCH))
+    assert not torch.equal(make().shares(4, BATCH), make().shares(5, BATCH))
+    other = RunningMixup(0.4, CLASSES, seed=4)
+    assert not torch.equal(make().shares(4, BATCH), other.shares(4, BATCH))
 
 
 def test_ranks_see_what_one_rank_would_see() -> None:

@@ -16,6 +16,7 @@ from kronfac.train.optim.kfac_schedules import as_callable
 from kronfac.train.optim.muon import Composite, FlatMuon, hidden_weights
 from kronfac.train.recipe.options import check_options, kinds
 from kronfac.train.recipe.recipe import OptimizerPart
+from kronfac.train.timetable import Timetable
 from tests.methods import toys
 
 
@@ -34,7 +35,7 @@ def net() -> nn.Module:
 
 def build(kind: str, model: nn.Module | None = None, **options: Any) -> Any:
     part = OptimizerPart(kind, kind, {"lr": 0.1, **options})
-    return optimizers.build(part, model or net(), steps_per_epoch=10, kind="image")
+    return optimizers.build(part, model or net(), timetable=Timetable(10, 1), kind="image")
 
 
 def take_step(model: nn.Module, optimizer: Any) -> None:
@@ -84,7 +85,7 @@ def test_kfac_without_rescaling_is_written_none() -> None:
 
 def test_kfac_of_text_averages_over_tokens() -> None:
     part = OptimizerPart("kfac", "kfac", {"lr": 0.1})
-    optimizer: Any = optimizers.build(part, net(), steps_per_epoch=10, kind="text")
+    optimizer: Any = optimizers.build(part, net(), timetable=Timetable(10, 1), kind="text")
     assert optimizer._preconditioner.options.loss_average == "token"
 
 
@@ -139,11 +140,13 @@ def test_soap_without_its_package_says_what_to_install(monkeypatch: pytest.Monke
 
 def test_a_table_is_a_schedule_over_epochs() -> None:
     table = {"start": 0.008, "factor": 0.5, "epochs": [2, 3]}
-    damping: Any = as_callable("damping", table, steps_per_epoch=10)
+    damping: Any = as_callable("damping", table, timetable=Timetable(10, 1))
     assert [damping(step) for step in (0, 19, 20, 29, 30)] == [0.008, 0.008, 0.004, 0.004, 0.002]
-    every: Any = as_callable("refresh_every", {"start": 10, "factor": 1.26, "epochs": [1]}, 10)
+    every: Any = as_callable(
+        "refresh_every", {"start": 10, "factor": 1.26, "epochs": [1]}, Timetable(10, 1)
+    )
     assert [every(step) for step in (0, 10)] == [10, 13]
-    assert as_callable("damping", 0.5, 10) == 0.5
+    assert as_callable("damping", 0.5, Timetable(10, 1)) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_a_table_is_a_schedule_over_epochs() -> None:
 )
 def test_a_broken_schedule_is_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        as_callable("damping", table, 10)
+        as_callable("damping", table, Timetable(10, 1))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_a_broken_schedule_is_refused(table: dict[str, Any], words: str) -> None
 )
 def test_every_value_of_a_schedule_is_checked_at_once(name: str, table: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"the schedule of {name} .* after 1 of its epochs"):
-        as_callable(name, table, 10)
+        as_callable(name, table, Timetable(10, 1))
 
 
 @pytest.mark.parametrize("key", ["momentum", "weight_decay"])

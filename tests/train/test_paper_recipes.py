@@ -20,6 +20,7 @@ from kronfac.train.run.checkpointing import collect, restore
 from kronfac.train.run.loop import Loop
 from kronfac.train.run.run import train
 from kronfac.train.run.setup import prepare
+from kronfac.train.timetable import Timetable
 from tests.training import assert_same
 
 PAPERS = [name for name in shipped() if name.startswith("papers/")]
@@ -75,7 +76,9 @@ def test_only_convolutions_and_the_head_are_preconditioned_in_sc20(name: str) ->
     """The papers of Pauloski et al. leave norm layers to SGD."""
     job = load(f"papers/{name}").job()
     model = models.build(job.model.name, num_classes=10, sample_shape=(3, 32, 32))
-    optimizer: Any = optimizers.build(job.optimizer, model, steps_per_epoch=100, kind="image")
+    optimizer: Any = optimizers.build(
+        job.optimizer, model, timetable=Timetable(100, 1), kind="image"
+    )
     kinds = [type(layer.module) for layer in optimizer._preconditioner.watched()]
     wanted = [type(m) for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
     assert sorted(map(str, kinds)) == sorted(map(str, wanted))
@@ -87,7 +90,7 @@ def test_damping_and_intervals_of_sc20_follow_the_epochs() -> None:
     assert options["damping"] == {"start": 0.001, "factor": 0.5, "epochs": [40, 80]}
     model = models.build("resnet18", num_classes=3, sample_shape=(3, 32, 32), width=4)
     part = load(name, ["optimizers.kfac.refresh_every.epochs=[25]"]).job().optimizer
-    optimizer: Any = optimizers.build(part, model, steps_per_epoch=10, kind="image")
+    optimizer: Any = optimizers.build(part, model, timetable=Timetable(10, 1), kind="image")
     assert [optimizer.damping(step) for step in (0, 399, 400)] == [0.001, 0.001, 0.0005]
     assert [optimizer.refresh_every(step) for step in (0, 249, 250)] == [100, 100, 1000]
     assert [optimizer.factor_every(step) for step in (0, 249, 250)] == [10, 10, 10]
@@ -103,13 +106,13 @@ STALE: list[tuple[Any, kronfac.StaleInterval]] = [
 def test_intervals_of_a_recipe_may_adapt_themselves(
     value: Any, rule: kronfac.StaleInterval
 ) -> None:
-    assert as_callable("refresh_every", value, 10) == rule
+    assert as_callable("refresh_every", value, Timetable(10, 1)) == rule
 
 
 @pytest.mark.parametrize("value", [{"stale": 0.1, "maxmum": 7}, {"stale": -1.0}])
 def test_a_wrong_interval_is_a_sentence(value: Any) -> None:
     with pytest.raises(UserError, match=r"refresh_every.*maximum|tolerance=-1"):
-        as_callable("refresh_every", value, 10)
+        as_callable("refresh_every", value, Timetable(10, 1))
 
 
 # --- first steps --------------------------------------------------------------------------------

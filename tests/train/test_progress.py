@@ -69,7 +69,8 @@ def test_shares_of_phases_fit_into_80_columns(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     show = progress.Screen(stream)
-    show.start = {"steps": 12000, "batch": 32, "steps_per_epoch": 100, "metric": "accuracy"}
+    show.start = {"steps": 12000, "batch": 32, "train_samples": 3200, "epochs": 120.0}
+    show.start["metric"] = "accuracy"
     phases = {"forward_backward": 5.0, "precondition": 1.2, "refresh": 1.0}
     step = {"step": 6000, "epoch": 1.0, "loss": 1.0, "samples_per_second": 12345.0}
     show({"event": "step", "phases": phases, **step})

@@ -205,10 +205,10 @@ def test_events_tell_the_whole_story(tmp_path: Path) -> None:
     assert kinds[0] == "start"
     assert kinds[-2:] == ["layers", "finish"]
     start, step = events[0], next(event for event in events if event["event"] == "step")
-    assert (start["steps"], start["steps_per_epoch"], start["batch"]) == (12, 4, 32)
+    assert (start["steps"], start["epochs"], start["batch"]) == (12, 3.0, 32)
     assert (start["kind"], start["metric"], start["resumed"]) == ("kfac", "accuracy", None)
     fields = {"step", "epoch", "loss", "lr", "seconds", "samples_per_second", "memory", "phases"}
-    assert fields | {"damping", "kl_clip", "momentum"} <= set(step)
+    assert fields | {"batch", "damping", "kl_clip", "momentum"} <= set(step)
     phases = {"data", "forward_backward", "optimizer", "observe", "refresh", "precondition"}
     assert phases <= set(step["phases"])
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 3, 6, 9, 12]
@@ -491,6 +491,20 @@ def test_another_run_is_not_resumed(tmp_path: Path, changes: dict[str, Any], wor
 def test_a_length_may_be_told_in_another_way(tmp_path: Path) -> None:
     train(small.recipe(), out=tmp_path / "run", listeners=[at_step(6, interrupt())])
     assert train(small.recipe(train__epochs=3.0), resume=tmp_path / "run").step == 12
+
+
+def test_a_folder_that_knows_the_steps_of_an_epoch_keeps_its_length(tmp_path: Path) -> None:
+    """As older ones do, instead of the samples."""
+    train(small.recipe(data__train=130), out=tmp_path / "run")
+    path = tmp_path / "run" / "events.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    fields = json.loads(start)
+    assert fields.pop("train_samples") == 130
+    path.write_text(json.dumps({**fields, "steps_per_epoch": 4}) + "\n" + "".join(rest))
+    recipe = small.recipe(data__train=130, train__epochs=3.0)
+    assert train(recipe, resume=tmp_path / "run").was_finished
+    with pytest.raises(UserError, match="a run of 12 steps, and this one has 16"):
+        train(small.recipe(data__train=130, train__epochs=4.0), resume=tmp_path / "run")
 
 
 def test_a_run_that_never_began_keeps_its_length(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.recipe.options import methods
 from kronfac.train.recipe.recipe import Job, Recipe
+from kronfac.train.timetable import Timetable
 
 #: The largest cluster that can be planned; the cost of every rank is computed.
 _MOST_RANKS = 16_384
@@ -77,6 +78,7 @@ def _kfac(job: Job, form: data.Form) -> Preconditioned:
         **job.model.options,
     )
     # Only values of the first step are read: the length of an epoch does not matter.
-    optimizer = kfac_of(optimizers.build(job.optimizer, model, steps_per_epoch=1, kind=form.kind))
+    one = Timetable(1, 1)
+    optimizer = kfac_of(optimizers.build(job.optimizer, model, timetable=one, kind=form.kind))
     assert optimizer is not None
     return optimizer

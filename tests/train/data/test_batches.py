@@ -36,7 +36,7 @@ AUGMENT = (Flip(), Crop(2))
 
 def test_an_epoch_holds_every_sample_at_most_once():
     batches = Batches(Numbers(), 8, seed=0)
-    assert batches.steps_per_epoch == 6
+    assert batches.timetable.step(1) == 6
     seen = torch.cat([batches.get(step)[1] for step in range(6)])
     assert len(seen.unique()) == 48
     following = torch.cat([batches.get(step)[1] for step in range(6, 12)])

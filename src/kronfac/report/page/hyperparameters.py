@@ -1,4 +1,4 @@
-"""Hyperparameters over steps: damping, KL clip, momentum, learning rate."""
+"""Hyperparameters over steps: damping, KL clip, momentum, learning rate, batch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _SHOWN = {
     "kl_clip": "Steps shortened by the KL clip",
     "momentum": "Momentum",
     "lr": "Learning rate",
+    "batch": "Batch",
 }
 
 
@@ -31,7 +32,7 @@ def hyperparameters(chapter: Chapter) -> Section:
             values = _values(group, key)
             if values and min(values) < max(values):
                 moving.append(curve(group, "steps", key))
-            elif values:
+            elif values and key != "batch":  # one batch is among the settings
                 shown = text.percent(values[0]) if key == "kl_clip" else text.short(values[0])
                 facts.append(f"{title} of {group.label}: {shown} throughout.")
         if moving:
@@ -64,6 +65,6 @@ def _chart(key: str, title: str, curves: Sequence[Curve]) -> Chart:
     if key == "kl_clip":
         return Chart(title, curves, linear([0.0, 1.0], percent=True), "percent")
     positive = min(values) > 0 and max(values) > 8 * min(values)
-    if key == "damping" and positive:
+    if key in ("damping", "batch") and positive:
         return Chart(title, curves, log(values))
     return Chart(title, curves, linear(values, zero=True))

@@ -232,10 +232,19 @@ def chapters(runs: Sequence[Run]) -> list[Chapter]:
 def task(run: Run) -> Record:
     """What was to be learned: runs of another task need other steps and seconds, whoever trains them."""
     known = settings(run)
-    batch = known.get("train.batch", known.get("batch"))
+    batch = _sizes(known.get("train.batch", known.get("batch")))
     first = {"metric": run.metric, "model": known.get("model.name"), "data": known.get("data.name")}
     options = {key: known[key] for key in sorted(known) if key.startswith(("model.", "data."))}
     return {**first, "batch": batch, **options}
+
+
+def _sizes(batch: Any) -> Any:
+    """A number as it is; of a schedule ``64, 128 from epoch 2``, if it can be read."""
+    try:
+        (_, first), *others = batch
+        return ", ".join([f"{first}", *(f"{size} from epoch {at:g}" for at, size in others)])
+    except (TypeError, ValueError):
+        return batch
 
 
 def _told_apart(tasks: Sequence[Record]) -> list[str]:

@@ -12,6 +12,7 @@ from kronfac.runs.errors import UserError
 from kronfac.train.data.augment import Augmentation, Crop, augmentation
 from kronfac.train.data.prefetch import prefetch
 from kronfac.train.data.source import Batch, Drawn, RandomDecoding, Source
+from kronfac.train.timetable import Sizes, Timetable, sizes_of
 
 _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 
@@ -19,11 +20,11 @@ _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 class Batches:
     """The batches of a run as a pure function of seed and step: resuming is exact.
 
-    Samples of an epoch that do not fill a batch are left out.
+    :attr:`timetable` says which samples of an epoch's order a step takes.
 
     Args:
         source: the data set.
-        batch: samples of one step, of all ranks together.
+        batch: samples of one step, of all ranks together, or pairs of an epoch and a size.
         seed: of the order and of the augmentation.
         rank: takes the rank-th of ``world`` equal slices of each batch.
         world: number of ranks.
@@ -34,7 +35,7 @@ class Batches:
     def __init__(
         self,
         source: Source,
-        batch: int,
+        batch: int | Sizes,
         *,
         seed: int,
         rank: int = 0,
@@ -42,9 +43,9 @@ class Batches:
         augment: Sequence[Augmentation | str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
-        _check(source, batch, rank, world)
+        for _, size in sizes_of(batch):
+            _check(source, size, rank, world)
         self.source = source
-        self.batch = batch
         self.seed = seed
         self.rank = rank
         self.world = world
@@ -53,14 +54,14 @@ class Batches:
             if isinstance(one, Crop):
                 one.check(source.sample_shape)
         self.device = torch.device(device)
-        self.steps_per_epoch = source.num_train // batch
+        self.timetable = Timetable(source.num_train, batch)
         self._order: tuple[int, Tensor] | None = None
 
     def get(self, step: int) -> Batch:
         """This rank's part of the batch of global step ``step``."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        indices = self._epoch_order(epoch)[place * self.batch : (place + 1) * self.batch]
-        share = self.batch // self.world
+        place = self.timetable.place(step)
+        indices = self._epoch_order(place.epoch)[place.first : place.first + place.batch]
+        share = place.batch // self.world
         mine = slice(self.rank * share, (self.rank + 1) * share)
         generator = seeded(self.seed, _AUGMENT, step)
         inputs, targets = self._decode(indices, mine, generator)

@@ -31,9 +31,8 @@ class RunningMixup:
     Args:
         alpha: both parameters of the Beta distribution; larger mixes more.
         num_classes: length of the soft targets.
-        batch: samples of a step, on all ranks together.
         seed: of the random numbers.
-        rank: which slice of the batch is mixed here.
+        rank: which of the ``world`` equal slices of each batch is mixed here.
         world: number of slices.
     """
 
@@ -42,7 +41,6 @@ class RunningMixup:
         alpha: float,
         num_classes: int,
         *,
-        batch: int,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -50,23 +48,23 @@ class RunningMixup:
         if not 0 < alpha < math.inf:
             raise UserError(f"mixup={alpha!r} must be a positive number, 0.4 for example.")
         self.alpha, self.num_classes = alpha, num_classes
-        self.batch, self.seed, self.rank, self.world = batch, seed, rank, world
+        self.seed, self.rank, self.world = seed, rank, world
         self._inputs: Tensor | None = None
         self._targets: Tensor | None = None
 
-    def shares(self, step: int) -> Tensor:
-        """``λ`` in [½, 1] of every sample of the whole batch, ``[batch]``, in double precision."""
+    def shares(self, step: int, batch: int) -> Tensor:
+        """``λ`` in [½, 1] of every sample of a whole batch, ``[batch]``, in double precision."""
         import numpy
 
         generator = numpy.random.default_rng((_STREAM, self.seed, step))
-        drawn = torch.from_numpy(generator.beta(self.alpha, self.alpha, self.batch))
+        drawn = torch.from_numpy(generator.beta(self.alpha, self.alpha, batch))
         return torch.maximum(drawn, 1.0 - drawn)
 
     def mix(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mix this rank's share of the batch of a step: ``[n, ...]`` images, ``[n]`` labels.
 
-        A share of another size than the previous one, as at the end of an incomplete epoch, is not
-        mixed, as if it were the first.
+        A share of another size than the previous one, as where the batch changes, is not mixed, as
+        if it were the first.
         """
         if not inputs.is_floating_point() or targets.dim() != 1:
             raise UserError(
@@ -75,16 +73,16 @@ class RunningMixup:
         soft = F.one_hot(targets, self.num_classes).to(inputs.dtype)
         before = self._inputs
         if before is not None and self._targets is not None and before.shape == inputs.shape:
-            share = self._own(self.shares(step), len(inputs)).to(inputs.device, inputs.dtype)
+            share = self._own(self.shares(step, len(inputs) * self.world))
+            share = share.to(inputs.device, inputs.dtype)
             soft = torch.lerp(self._targets, soft, share[:, None])
             share = share.reshape(-1, *[1] * (inputs.dim() - 1))
             inputs = torch.lerp(before, inputs, share)
         self._inputs, self._targets = inputs, soft
         return inputs, soft
 
-    def _own(self, whole: Tensor, size: int) -> Tensor:
-        start = self.rank * self.batch // self.world
-        return whole[start : start + size]
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.world)[self.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """The previous mixed share of this rank, empty before the first step."""
@@ -93,13 +91,9 @@ class RunningMixup:
         return {"inputs": self._inputs, "targets": self._targets}
 
     def load_state_dict(self, state: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
-        """Continue from a saved share; of a whole batch, in the order of ranks, take our slice."""
+        """Continue from what all ranks have saved, their shares one after the other."""
         self._inputs = self._targets = None
         if not state:
             return
-        inputs, targets = state["inputs"], state["targets"]
-        if self.world > 1 and len(inputs) == self.batch:
-            size = (self.rank + 1) * self.batch // self.world - self.rank * self.batch // self.world
-            inputs, targets = self._own(inputs, size), self._own(targets, size)
-        self._inputs = inputs.detach().to(device, copy=True)
-        self._targets = targets.detach().to(device, copy=True)
+        self._inputs = self._own(state["inputs"]).detach().to(device, copy=True)
+        self._targets = self._own(state["targets"]).detach().to(device, copy=True)

@@ -19,6 +19,7 @@ from kronfac.train.optim.kfac_schedules import SCHEDULED, as_callable
 from kronfac.train.optim.muon import muon_with_adamw
 from kronfac.train.recipe.options import method_keys, methods
 from kronfac.train.recipe.recipe import OptimizerPart
+from kronfac.train.timetable import Timetable
 
 #: Packages that some kinds of optimizers come from.
 _PACKAGES = {"soap": "pytorch_optimizer"}
@@ -55,14 +56,14 @@ class Steppable(Protocol):
         ...
 
 
-def build(part: OptimizerPart, model: nn.Module, *, steps_per_epoch: int, kind: str) -> Steppable:
+def build(part: OptimizerPart, model: nn.Module, *, timetable: Timetable, kind: str) -> Steppable:
     """The optimizer of a table for a model, wrapped or not; ``kind`` is that of the data.
 
     Each group then has its ``initial_lr``, of which the schedule takes a share.
     """
     options = _tuples(part.options)
     try:
-        optimizer = _build(part.kind, unwrap(model), model, options, steps_per_epoch, kind)
+        optimizer = _build(part.kind, unwrap(model), model, options, timetable, kind)
     except (ValueError, TypeError, IndexError) as error:
         sentence = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"[optimizers.{part.name}]: {sentence}.") from error
@@ -76,7 +77,7 @@ def _build(
     plain: nn.Module,
     model: nn.Module,
     options: dict[str, Any],
-    steps_per_epoch: int,
+    timetable: Timetable,
     kind: str,
 ) -> Steppable:
     if name == "sgd":
@@ -87,7 +88,7 @@ def _build(
         return _muon(plain, options)
     if name == "soap":
         return _soap(plain, options)
-    return _method(name, model, options, steps_per_epoch, kind)
+    return _method(name, model, options, timetable, kind)
 
 
 def _muon(model: nn.Module, options: dict[str, Any]) -> Steppable:
@@ -110,7 +111,7 @@ def _soap(model: nn.Module, options: dict[str, Any]) -> Steppable:
 
 
 def _method(
-    name: str, model: nn.Module, options: dict[str, Any], steps_per_epoch: int, kind: str
+    name: str, model: nn.Module, options: dict[str, Any], timetable: Timetable, kind: str
 ) -> Steppable:
     """K-FAC or another registered method."""
     make = methods()[name]
@@ -118,7 +119,7 @@ def _method(
     base = {key: value for key, value in options.items() if key not in own}
     for option in SCHEDULED:
         if option in own:
-            own[option] = as_callable(option, own[option], steps_per_epoch)
+            own[option] = as_callable(option, own[option], timetable)
     if own.get("rescale") == "none":  # TOML knows no None
         own["rescale"] = None
     if isinstance(own.get("distribute"), float):

@@ -12,6 +12,7 @@ from kronfac.adaptive.relative import Relative
 from kronfac.options.config import check_fraction, check_positive
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
+from kronfac.train.timetable import Timetable
 
 #: Options that may be tables, and whether their values are whole numbers.
 SCHEDULED = {"damping": False, "factor_every": True, "refresh_every": True, "decay": False}
@@ -24,12 +25,12 @@ class Steps:
     start: float
     factor: float
     epochs: tuple[float, ...]
-    steps_per_epoch: int
+    timetable: Timetable
     whole: bool = False
 
     def __call__(self, step: int) -> Any:
         """The value at a step."""
-        passed = sum(step >= epoch * self.steps_per_epoch for epoch in self.epochs)
+        passed = sum(step >= self.timetable.step(epoch) for epoch in self.epochs)
         value = self.after(passed)
         return max(1, round(value)) if self.whole else value
 
@@ -42,7 +43,7 @@ class Steps:
 
 
 def as_callable(
-    name: str, value: Any, steps_per_epoch: int
+    name: str, value: Any, timetable: Timetable
 ) -> float | int | Callable[[int], Any] | StaleInterval | Relative:
     """A number as it is, a table ``{ start, factor, epochs }`` as a function of the step.
 
@@ -68,7 +69,7 @@ def as_callable(
             f"{name} = {dict(value)!r} is no schedule; it must look like "
             "{ start = 0.001, factor = 0.5, epochs = [25, 35] }."
         ) from error
-    steps = Steps(start, factor, tuple(epochs), steps_per_epoch, SCHEDULED.get(name, False))
+    steps = Steps(start, factor, tuple(epochs), timetable, SCHEDULED.get(name, False))
     _check_values(name, steps)
     return steps
 

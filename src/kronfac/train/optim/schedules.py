@@ -1,8 +1,9 @@
 """How the learning rate, and momentum with it, change over the epochs.
 
 A shape maps progress in epochs (a float) to a factor in [0, 1] of each parameter group's own
-``initial_lr``. Progress taken at the middle of a step, ``(t + ½)/steps_per_epoch``, leaves neither the
-first step of a warm-up nor the last step of a decay without effect.
+``initial_lr``. Progress taken at the middle of a step, that of ``t + ½`` steps, leaves neither the
+first step of a warm-up nor the last step of a decay without effect. A batch that changes during
+training multiplies the factor by one of :data:`BATCH_SCALING`.
 """
 
 from __future__ import annotations
@@ -135,6 +136,12 @@ _SHAPES: dict[str, type[Any]] = {
     "steps": Steps,
 }
 NAMES = tuple(_SHAPES)
+#: Factors of the learning rate for a batch, by rule; the learning rate is that of the first batch.
+BATCH_SCALING: dict[str, Callable[[int, int], float]] = {
+    "none": lambda batch, first: 1.0,
+    "linear": lambda batch, first: batch / first,
+    "sqrt": lambda batch, first: math.sqrt(batch / first),
+}
 
 
 def build(
@@ -206,18 +213,21 @@ class TiedMomentum:
                 "for example."
             )
 
-    def update(self) -> None:
-        """Set momentum by the learning rates of this moment."""
+    def update(self, scale: float = 1.0) -> None:
+        """Set momentum by the learning rates of this moment.
+
+        ``scale`` is what a larger batch has multiplied them by: momentum, below 1, does not follow it.
+        """
         groups = self.optimizer.param_groups
         for group in groups:
             if group.get("initial_momentum"):
-                group["momentum"] = group["initial_momentum"] * _ratio(group)
+                group["momentum"] = group["initial_momentum"] * _ratio(group, scale)
         if self._own and self._kfac is not None:
-            self._kfac.momentum = self._own * _ratio(groups[0])
+            self._kfac.momentum = self._own * _ratio(groups[0], scale)
 
 
-def _ratio(group: dict[str, Any]) -> float:
-    initial = float(group["initial_lr"])
+def _ratio(group: dict[str, Any], scale: float) -> float:
+    initial = float(group["initial_lr"]) * scale
     return float(group["lr"]) / initial if initial else 1.0
 
 

@@ -70,7 +70,7 @@ def change(recipe: Recipe, changes: Iterable[str] | Mapping[str, Any]) -> Recipe
         items = list(changes.items())
     content = copy.deepcopy(recipe.to_dict())
     for key, value in sorted(items, key=lambda item: _FIRST.get(item[0], 2)):
-        _set(content, key, value)
+        _set(content, key, copy.deepcopy(value))  # later changes go into it
     return Recipe.from_dict(recipe.name, content)
 
 

@@ -12,6 +12,7 @@ from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
 from kronfac.train.recipe.options import check_options, kinds, methods, starting_line
 from kronfac.train.recipe.tables import fill, to_table
+from kronfac.train.timetable import Sizes, Timetable, sizes_of
 
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")
@@ -20,7 +21,12 @@ _TEXTS = ("description", "source", "optimizer")
 #: Only one of two such keys may be given; a newer one replaces the other.
 EXCLUSIVE = {
     one: other
-    for keys in (("epochs", "steps"), ("target", "target_loss"), ("warmup", "warmup_share"))
+    for keys in (
+        ("epochs", "steps"),
+        ("target", "target_loss"),
+        ("warmup", "warmup_share"),
+        ("micro_batches", "micro_batch_size"),
+    )
     for one, other in (keys, keys[::-1])
 }
 #: More steps, samples or epochs than any run has: what is more is a slip.
@@ -65,7 +71,7 @@ class TrainPart:
     """[train]: everything about the loop.
 
     Args:
-        batch: samples of a step, on all ranks together.
+        batch: samples of a step, on all ranks together, or pairs: from which epoch on, how many.
         epochs: how long, if ``steps`` does not say it.
         steps: how long.
         seed: of the initial weights, the order of samples and augmentation.
@@ -78,6 +84,7 @@ class TrainPart:
         weight_rescaling: keep the norm of weights in front of norms at ``√(2·d_out)``.
         precision: ``"bfloat16"`` runs forward and loss under autocast.
         micro_batches: parts into which each rank divides its share of a batch.
+        micro_batch_size: the most samples of such a part, instead of their number.
         channels_last: memory layout of images and convolutions.
         compile: run the model through ``torch.compile``.
         clip: bound of the norm of all gradients together, 0 for none.
@@ -86,7 +93,7 @@ class TrainPart:
         checkpoint_every: epochs between checkpoints; 0 saves only at the end and when interrupted.
     """
 
-    batch: int
+    batch: int | Sizes
     epochs: float | None = None
     steps: int | None = None
     seed: int = 0
@@ -99,6 +106,7 @@ class TrainPart:
     weight_rescaling: bool = False
     precision: Literal["float32", "bfloat16"] = "float32"
     micro_batches: int = 1
+    micro_batch_size: int | None = None
     channels_last: bool = False
     compile: bool = False
     clip: float = 0.0
@@ -109,8 +117,11 @@ class TrainPart:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise UserError("[train] needs either 'epochs' or 'steps', and not both.")
-        for name in ("batch", "evaluate_batch", "micro_batches", "log_every", "steps"):
+        for name in ("evaluate_batch", "micro_batches", "micro_batch_size", "log_every", "steps"):
             self._at_least(name, 1)
+        if isinstance(self.batch, int):
+            self._at_least("batch", 1)
+        sizes_of(self.batch)
         for name in ("seed", "mixup", "clip", "checkpoint_every"):
             self._at_least(name, 0)
         for name in ("epochs", "evaluate_every"):
@@ -126,12 +137,24 @@ class TrainPart:
             raise UserError(f"train.target = {self.target} must be an accuracy in (0, 1].")
         if self.target is not None and self.target_loss is not None:
             raise UserError("[train] has both 'target' and 'target_loss'; give one of them.")
+        if self.micro_batches > 1 and self.micro_batch_size is not None:
+            raise UserError(
+                "[train] has both 'micro_batches' and 'micro_batch_size'; give one of them."
+            )
         if self.target_loss is not None and not 0 < self.target_loss < math.inf:
             raise UserError(f"train.target_loss = {self.target_loss} must be a positive number.")
 
-    def num_steps(self, steps_per_epoch: int) -> int:
+    def num_steps(self, timetable: Timetable) -> int:
         """How long it is, whichever of the two says it."""
-        return self.steps or max(1, round((self.epochs or 0.0) * steps_per_epoch))
+        return self.steps or max(1, round(timetable.step(self.epochs or 0.0)))
+
+    def num_parts(self, share: int) -> int:
+        """Micro-batches of a rank's share of a batch."""
+        return (
+            self.micro_batches
+            if self.micro_batch_size is None
+            else -(-share // self.micro_batch_size)
+        )
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -156,6 +179,8 @@ class SchedulePart:
         milestones: epochs of ``"steps"``.
         gamma: factor of one step down.
         tied_momentum: let momentum fall with the learning rate.
+        batch_scaling: how the learning rate follows a batch that changes: not at all (``"none"``),
+            in proportion to it (``"linear"``) or to its square root (``"sqrt"``).
     """
 
     shape: str = "linear"
@@ -168,6 +193,7 @@ class SchedulePart:
     milestones: tuple[float, ...] | None = None
     gamma: float | None = None
     tied_momentum: bool = False
+    batch_scaling: Literal["none", "linear", "sqrt"] = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:

@@ -53,22 +53,33 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         options = [one for one in typing.get_args(hint) if one is not type(None)]
-        return None if value is None else convert(value, options[0], where)
+        lists = [one for one in options if typing.get_origin(one) is tuple]
+        chosen = lists if lists and isinstance(value, list | tuple) else options
+        return None if value is None else convert(value, chosen[0], where)
     if origin is typing.Literal:
         choices = typing.get_args(hint)
         if value not in choices:
             raise UserError(f"{where} = {value!r} is not supported; {advice(str(value), choices)}")
         return value
     if origin is tuple:
-        inner = typing.get_args(hint)[0]
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{where} = {value!r} must be a list.")
-        return tuple(convert(one, inner, where) for one in value)
+        return _tuple(value, typing.get_args(hint), where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise UserError(f"{where} = {value!r} must be {_NAMES[hint]}.")
     return value
+
+
+def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    """``kinds`` are those of the members, or one and an ellipsis if all are alike."""
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{where} = {value!r} must be a list.")
+    if kinds[-1] is ...:
+        kinds = kinds[:1] * len(value)
+    elif len(value) != len(kinds):
+        wanted = ", ".join(_NAMES[kind] for kind in kinds)
+        raise UserError(f"{where}: {value!r} must have {len(kinds)} members: {wanted}.")
+    return tuple(convert(one, kind, where) for one, kind in zip(value, kinds, strict=True))
 
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
@@ -88,5 +99,9 @@ def to_table(part: Any) -> dict[str, Any]:
         if field.name == "options":
             table.update(value)
         elif value != field.default:
-            table[field.name] = list(value) if isinstance(value, tuple) else value
+            table[field.name] = _lists(value)
     return table
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(one) for one in value] if isinstance(value, tuple) else value

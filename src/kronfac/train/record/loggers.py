@@ -11,7 +11,7 @@ from kronfac.runs.errors import UserError
 from kronfac.runs.events import Event, Listener
 from kronfac.runs.hints import advice
 
-_STEP = ("loss", "lr", "samples_per_second", "damping", "kl_clip", "momentum")
+_STEP = ("loss", "lr", "batch", "samples_per_second", "damping", "kl_clip", "momentum")
 _EVAL = ("loss", "accuracy")
 
 

@@ -111,7 +111,8 @@ def _check_fit(loop: Loop, content: dict[str, Any], path: Path) -> None:
     check_optimizer(content["optimizer"], loop.setup.optimizer, content["step"], path)
     check_counts(content["stats"], loop.counters.total(), path)
     if loop.stepper.mixup is not None:
-        check_mixup(content["mixup"], loop.setup.job.train.batch, content["step"], path)
+        last = loop.setup.timetable.batch(max(0, content["step"] - 1))
+        check_mixup(content["mixup"], last, content["step"], path)
 
 
 def _settle_buckets(loop: Loop, step: int) -> None:

@@ -38,7 +38,6 @@ def result_of(
         curve=curve,
         target=target,
         parameters=start.get("parameters", 0),
-        steps_per_epoch=start.get("steps_per_epoch", 0),
         phases=dict(saved["phases"]),
         stats=end.get("stats", {}),
         memory=max((one.get("memory") or 0 for one in events if one["event"] == "step"), default=0),

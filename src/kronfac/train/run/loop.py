@@ -49,9 +49,7 @@ class Loop:
         self.stepper = Stepper(setup, self.clock)
         self.step = 0
         count = sum(p.numel() for p in setup.plain.parameters())
-        self.result = Result(
-            parameters=count, steps_per_epoch=setup.steps_per_epoch, metric=setup.metric
-        )
+        self.result = Result(parameters=count, metric=setup.metric)
         self._logged = (0, 0.0)
         self._saved = -1
 
@@ -134,10 +132,9 @@ class Loop:
         """Whether the last step completed a multiple of ``epochs``, or training."""
         if not epochs:
             return False
-        per = max(1.0, epochs * self.setup.steps_per_epoch)
-        return self.step == self.setup.steps or math.floor(self.step / per + 1e-9) > math.floor(
-            (self.step - 1) / per + 1e-9
-        )
+        before = self.setup.timetable.epoch(self.step - 1)
+        passed = [math.floor(epoch / epochs + 1e-9) for epoch in (before, self.epoch)]
+        return self.step == self.setup.steps or passed[1] > passed[0]
 
     def _is_over(self) -> bool:
         reached = self.stop_at_target and self.result.target is not None
@@ -148,7 +145,7 @@ class Loop:
     @property
     def epoch(self) -> float:
         """Progress in epochs."""
-        return self.step / self.setup.steps_per_epoch
+        return self.setup.timetable.epoch(self.step)
 
     def _evaluate(self) -> None:
         found = evaluate(self.setup, self.step, self.clock.seconds)
@@ -167,7 +164,7 @@ class Loop:
         [mean] = setup.ranks.total([float(loss)])
         step, before = self._logged
         self._logged = self.step, seconds
-        samples = (self.step - step) * setup.job.train.batch
+        samples = setup.timetable.samples(self.step) - setup.timetable.samples(step)
         phases = self.clock.take_phases()
         for name, spent in phases.items():
             self.result.phases[name] = self.result.phases.get(name, 0.0) + spent
@@ -175,6 +172,7 @@ class Loop:
             "step",
             step=self.step,
             epoch=self.epoch,
+            batch=setup.timetable.batch(self.step - 1),
             loss=mean / setup.ranks.size,
             lr=setup.optimizer.param_groups[0]["lr"],
             seconds=seconds,

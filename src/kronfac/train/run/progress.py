@@ -15,12 +15,15 @@ from kronfac.runs import output
 from kronfac.runs.events import Event
 from kronfac.train.recipe.recipe import TrainPart
 from kronfac.train.run.result import Result
+from kronfac.train.timetable import Timetable
 
 #: Phases that are not K-FAC's own.
 _OTHERS = ("data", "forward_backward", "optimizer")
 #: Seconds between plain lines, apart from evaluations.
 _EVERY = 20.0
 _SHORTEST_BAR = 4
+#: More batch sizes than these are not all named.
+_MOST_SIZES = 4
 
 
 class Progress:
@@ -76,8 +79,19 @@ class Progress:
         return (
             f"{start['recipe']} with {start['optimizer']}, seed {start['seed']}: "
             f"{start['parameters']:,} parameters, {start['steps']:,} steps of "
-            f"{start['batch']:,} samples{ranks}{resumed}"
+            f"{self._sizes()} samples{ranks}{resumed}"
         )
+
+    @property
+    def _times(self) -> Timetable:
+        return Timetable(self.start["train_samples"], self.start["batch"])
+
+    def _sizes(self) -> str:
+        """``64``, ``64, 128``, or ``64, 128, ..., 4,096``."""
+        sizes = [f"{size:,}" for size in self._times.sizes(self.start["steps"])]
+        if len(sizes) > _MOST_SIZES:
+            sizes[2:-1] = ["..."]
+        return ", ".join(sizes)
 
     def _end(self, event: Event) -> str:
         words = {"done": "done", "stopped": "stopped; a checkpoint is saved", "failed": "failed"}
@@ -88,11 +102,13 @@ class Progress:
         """The newest event with a step: tests may come between steps that are logged."""
         return max(self.step, self.tested or self.step, key=lambda event: int(event["step"]))
 
-    def where(self) -> str:
-        """Progress, loss and accuracy."""
+    def where(self, brief: bool = False) -> str:
+        """Progress, the batch if it changes, loss and accuracy."""
         now, steps = self.now, self.start["steps"]
-        whole = steps / self.start["steps_per_epoch"]
-        text = f"step {now['step']:,}/{steps:,}  epoch {now['epoch']:.2f}/{whole:.2f}"
+        text = f"step {now['step']:,}/{steps:,}  epoch {now['epoch']:.2f}"
+        text += "" if brief else f"/{self.start['epochs']:.2f}"
+        if len((times := self._times).sizes(steps)) > 1:
+            text += f"  batch {times.batch(now['step'] - 1):,}"
         loss = self.step["loss"]
         text += f"  loss {loss:.4f}" if loss is not None else "  loss not finite"
         if self.tested and self.start["metric"] == "accuracy":
@@ -105,7 +121,9 @@ class Progress:
         """Speed, remaining time, and the shares of K-FAC and of waiting for data."""
         unit = "texts" if self.start.get("samples") == "text" else "images"
         rate = self.step["samples_per_second"]
-        left = (self.start["steps"] - self.now["step"]) * self.start["batch"] / max(rate, 1e-9)
+        steps = self.now["step"], self.start["steps"]
+        done, whole = (self._times.samples(count) for count in steps)
+        left = (whole - done) / max(rate, 1e-9)
         text = f"{rate:,.0f} {unit}/s  {clock(left)} left"
         phases = self.step["phases"]
         share, waited = kfac_share(phases), data_share(phases)
@@ -151,7 +169,7 @@ class Screen(Progress):
         if kind in ("step", "eval") and self.step:
             width = shutil.get_terminal_size().columns - 1
             self._erase()
-            lines = [self.where()[:width], self._second(width)[:width]]
+            lines = [self._first(width)[:width], self._second(width)[:width]]
             self.stream.write("".join(f"{line}\n" for line in lines))
             self.stream.flush()
             self._drawn = len(lines)
@@ -160,6 +178,10 @@ class Screen(Progress):
         if self._drawn:
             self.stream.write(f"\x1b[{self._drawn}A\x1b[J")  # up, and clear to the end
             self._drawn = 0
+
+    def _first(self, width: int) -> str:
+        line = self.where()
+        return line if len(line) <= width else self.where(brief=True)
 
     def _second(self, width: int) -> str:
         """Bar and speed: where there is little room, first the bar is short, then the speed."""

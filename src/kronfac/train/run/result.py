@@ -32,7 +32,6 @@ class Result:
         message: why it failed.
         signal: the number of the signal that stopped it.
         parameters: how many the model has.
-        steps_per_epoch: steps in which all samples are seen once.
         phases: seconds of each phase.
         stats: of ``optimizer.stats()``, for K-FAC, with counts since step 0.
         memory: the most bytes that were in use.
@@ -49,7 +48,6 @@ class Result:
     message: str = ""
     signal: int = 0
     parameters: int = 0
-    steps_per_epoch: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     stats: dict[str, Any] = field(default_factory=dict)
     memory: int = 0

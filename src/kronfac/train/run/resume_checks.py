@@ -11,6 +11,7 @@ from kronfac.runs.errors import UserError
 from kronfac.train.recipe.recipe import DataPart, Job, ModelPart, SchedulePart, TrainPart
 from kronfac.train.recipe.tables import defaults
 from kronfac.train.record.folder import RunFolder
+from kronfac.train.timetable import Timetable
 
 #: Keys of [train] that say what is aimed at.
 TARGETS = ("target", "target_loss")
@@ -42,11 +43,19 @@ def _check_length(saved: dict[str, Any], here: TrainPart, folder: RunFolder) -> 
     if all(saved.get(key) == getattr(here, key) for key in _LENGTH):
         return
     start = folder.last_start()
-    if start is None or not {"steps", "steps_per_epoch"} <= start.keys():
+    samples = _train_samples(start or {}, here)
+    if start is None or samples is None or "steps" not in start:
         asked = {key: getattr(here, key) for key in _LENGTH}
         detail = _difference("train", {key: saved.get(key) for key in _LENGTH}, asked)
         raise UserError(f"{folder.path} belongs to another run: {detail}.")
-    check_steps(start["steps"], here.num_steps(start["steps_per_epoch"]), folder.path)
+    check_steps(start["steps"], here.num_steps(Timetable(samples, here.batch)), folder.path)
+
+
+def _train_samples(start: dict[str, Any], here: TrainPart) -> int | None:
+    """Samples of an epoch; there are folders that know its steps instead, of one batch size."""
+    if "steps_per_epoch" in start and isinstance(here.batch, int):
+        return int(start["steps_per_epoch"]) * here.batch
+    return start.get("train_samples")
 
 
 def check_steps(saved: int, here: int, path: Path) -> None:

@@ -18,6 +18,7 @@ from kronfac.train.optim import build as optimizers
 from kronfac.train.optim import schedules
 from kronfac.train.optim.build import Steppable
 from kronfac.train.recipe.recipe import Job, SchedulePart
+from kronfac.train.timetable import Timetable, sizes_of
 
 
 @dataclass
@@ -39,9 +40,9 @@ class Setup:
     steps: int
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps in which all samples are seen once."""
-        return int(self.batches.steps_per_epoch)
+    def timetable(self) -> Timetable:
+        """Steps, epochs and batches of the run."""
+        return self.batches.timetable  # type: ignore[no-any-return]
 
     @property
     def metric(self) -> str:
@@ -57,14 +58,15 @@ def prepare(job: Job, ranks: Ranks, device: torch.device, data_dir: Path | None)
 
 
 def check_batch(job: Job, ranks: int) -> None:
-    """Raise unless a batch can be divided equally among the ranks."""
+    """Raise unless every batch can be divided equally over ranks and micro-batches."""
     train = job.train
-    shares = ranks * train.micro_batches
-    if train.batch % shares:
-        raise UserError(
-            f"train.batch = {train.batch} cannot be divided over {ranks} rank(s) and "
-            f"{train.micro_batches} micro-batch(es); choose a multiple of {shares}."
-        )
+    for _, size in sizes_of(train.batch):
+        parts = train.num_parts(max(1, size // ranks))
+        if size % (ranks * parts):
+            raise UserError(
+                f"train.batch = {size} cannot be divided over {ranks} rank(s) and "
+                f"{parts} micro-batch(es); choose a multiple of {ranks * parts}."
+            )
 
 
 def load_data(job: Job, data_dir: Path | None) -> Any:
@@ -91,10 +93,10 @@ def build(
     )
     plain = _model(job, source, device)
     model = _wrapped(plain, job, ranks, device) if wrapped else plain
-    count = int(batches.steps_per_epoch)
-    optimizer = optimizers.build(job.optimizer, model, steps_per_epoch=count, kind=source.kind)
-    steps = job.train.num_steps(count)
-    rate = _shape(job.schedule, steps / count)
+    times = batches.timetable
+    optimizer = optimizers.build(job.optimizer, model, timetable=times, kind=source.kind)
+    steps = job.train.num_steps(times)
+    rate = _shape(job.schedule, times.epoch(steps))
     return Setup(job, ranks, device, source, batches, plain, model, optimizer, rate, steps)
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kronfac.train.data.mixup import RunningMixup
 from kronfac.train.optim.composite import kfac_of
-from kronfac.train.optim.schedules import TiedMomentum
+from kronfac.train.optim.schedules import BATCH_SCALING, TiedMomentum
 from kronfac.train.optim.weight_rescaling import WeightRescaling
 from kronfac.train.run.clock import TrainingClock
 from kronfac.train.run.setup import Setup
@@ -30,6 +30,7 @@ class Stepper:
         kfac = kfac_of(setup.optimizer)
         self._observes = kfac if kfac is not None and kfac.needs_observe else None
         self._labels = torch.Generator(setup.device)
+        self._scale = BATCH_SCALING[setup.job.schedule.batch_scaling]
         self._momentum: TiedMomentum | None = None
         if setup.job.schedule.tied_momentum:
             self._momentum = TiedMomentum(setup.optimizer)  # type: ignore[arg-type]
@@ -61,14 +62,16 @@ class Stepper:
         self._labels.manual_seed(-1 - seed)  # not those of dropout
 
     def _set_rates(self, step: int) -> None:
-        factor = self.setup.rate((step + 0.5) / self.setup.steps_per_epoch)
+        times = self.setup.timetable
+        scale = self._scale(times.batch(step), times.batch(0))
+        factor = self.setup.rate(times.epoch(step + 0.5)) * scale
         for group in self.setup.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         if self._momentum is not None:
-            self._momentum.update()
+            self._momentum.update(scale)
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        count = self.setup.job.train.micro_batches
+        count = self.setup.job.train.num_parts(len(inputs))
         total = torch.zeros((), device=self.setup.device)
         parts = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for number, (some, wanted) in enumerate(parts, start=1):
@@ -103,7 +106,6 @@ def _mixup(setup: Setup) -> RunningMixup:
     return RunningMixup(
         setup.job.train.mixup,
         setup.source.num_classes,
-        batch=setup.job.train.batch,
         seed=setup.job.seed,
         rank=setup.ranks.rank,
         world=setup.ranks.size,
