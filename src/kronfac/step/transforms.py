@@ -10,13 +10,14 @@ from torch import Tensor
 from kronfac.layers import Layer
 from kronfac.options.config import Schedules
 from kronfac.protocol.transform import LayerStep, Transform
+from kronfac.step.lengths import remember
 
 
 class Momentum(Transform):
     """Heavy ball before preconditioning: ``buf ← μ·buf + V``; Nesterov looks ahead with ``V + μ·buf``.
 
     Beside the buffer it keeps the sum of its weights, ``w ← μ·w + 1``, and of the squared norms,
-    ``q ← μ·q + ‖V‖²``, from which :func:`coherence` tells how much gradients agree.
+    ``q ← μ·q + ‖V‖²``, and what ``‖V‖²`` has been so far: :mod:`kronfac.step.lengths` reads them.
     """
 
     def __init__(self, schedules: Schedules, nesterov: bool) -> None:
@@ -25,7 +26,7 @@ class Momentum(Transform):
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """See :meth:`Transform.buffer_shapes`."""
-        return {"momentum": layer.matrix_shape, "coherence": (2,)}
+        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (3,)}
 
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
@@ -36,6 +37,12 @@ class Momentum(Transform):
             buffers["coherence"].mul_(mu).add_(news)
         else:  # a checkpoint of version 0.1 has a buffer of many gradients, but not how they agreed
             buffers["coherence"] = news / (1 - mu) if "momentum" in buffers else news
+        if "history" not in buffers:
+            buffers["history"] = square.new_zeros(3)
+            if "momentum" in buffers:  # nor does it know of the steps before
+                remember([buffers], square[None])
+                buffers["history"][0] = at.step
+        remember([buffers], square[None])
         if "momentum" in buffers:
             buffers["momentum"].mul_(mu).add_(gradient)
         else:
@@ -47,7 +54,7 @@ class Momentum(Transform):
         """See :meth:`Transform.apply_all`; the results take the place of the gradients."""
         begun: dict[Hashable, list[int]] = {}
         for index, (gradient, one) in enumerate(zip(gradients, at, strict=True)):
-            if "coherence" in one.buffers and "momentum" in one.buffers:
+            if "history" in one.buffers and "momentum" in one.buffers:
                 begun.setdefault((gradient.device, gradient.dtype), []).append(index)
             else:
                 gradient.copy_(self(gradient, one))
@@ -66,6 +73,7 @@ class Momentum(Transform):
         sums = [one["coherence"] for one in buffers]
         torch._foreach_mul_(sums, mu)
         torch._foreach_add_(sums, news)
+        remember(buffers, squares)
         held = [one["momentum"] for one in buffers]
         torch._foreach_mul_(held, mu)
         torch._foreach_add_(held, gradients)
@@ -73,23 +81,6 @@ class Momentum(Transform):
             torch._foreach_add_(gradients, held, alpha=mu)
         else:
             torch._foreach_copy_(gradients, held)
-
-
-def coherences(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-    """How much recent gradients of each layer agree, ``[layers]`` in [0, 1].
-
-    It is ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``: 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if
-    they are noise, whatever their scale. ``None`` without momentum, which is the memory that it needs.
-    The layers are on one device and in one precision.
-    """
-    if not all("momentum" in one and "coherence" in one for one in buffers):
-        return None
-    weights, squares = torch.stack([one["coherence"] for one in buffers]).unbind(1)
-    most = (weights * squares).sqrt_()
-    norms = torch.stack(torch._foreach_norm([one["momentum"] for one in buffers]))
-    ratios = norms / most.clamp_(min=torch.finfo(most.dtype).tiny)
-    # Squares that overflow, here or above, say nothing.
-    return torch.nan_to_num_(ratios, nan=1.0, posinf=1.0).clamp_(max=1)
 
 
 def _most(dtype: torch.dtype) -> float:

@@ -23,13 +23,11 @@ from kronfac.rescale.factors import (
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
-from kronfac.step.transforms import coherences
+from kronfac.step.lengths import lengths
 
 ParamGroups = list[dict[str, Any]]
 #: Learning rates of parameters.
 Rates = dict[nn.Parameter, float | Tensor]
-#: Length of a step on which all recent gradients agree, as a multiple of Muon's.
-AGREED = 1.5
 #: Layers that are worked on together, and what their gradients were and have become.
 GroupUpdate = tuple[Group, Update]
 
@@ -186,10 +184,10 @@ class Updates:
             alike.setdefault((layer.weight.device, layer.factor_dtype), []).append(index)
         for indices in alike.values():
             states = [state for index in indices for state in groups[index].states]
-            agreements = coherences([state.buffers for state in states])
-            if agreements is not None:
+            multiples = lengths([state.buffers for state in states])
+            if multiples is not None:
                 sizes = [len(groups[index].states) for index in indices]
-                own = (agreements * AGREED).split(sizes)
+                own = multiples.split(sizes)
                 for index, values in zip(indices, own, strict=True):
                     found[index] = values
         return found

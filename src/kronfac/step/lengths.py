@@ -1,0 +1,70 @@
+"""How long steps are under ``rescale="auto"``: what a layer's gradients have been like so far.
+
+A multiple of Muon's length, the product of three numbers of which none depends on the scale of the loss:
+
+- *coherence*: how much recent gradients agree. Steps are shorter where they are mostly noise.
+- *size*: how large gradients are now, compared with what they usually were. Where a model fits its data
+  they vanish, and so do its steps, whatever the learning rate.
+- *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
+  fall as ``1/√t``, but never below a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+#: Length of a first step, as a multiple of Muon's.
+FIRST = 2.25
+#: Steps after which the length has fallen by √2, and the share that always remains.
+YOUNG, REMAINS = 100.0, 1 / 3
+#: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
+SURPRISE = 2.0
+
+
+def remember(buffers: Sequence[Mapping[str, Tensor]], squares: Tensor) -> None:
+    """Take squared norms of gradients, ``[layers]``, into what is known of each layer.
+
+    That is ``(count, usual, recent)``: means of their logarithms over all steps, and with the weights of
+    the momentum buffer. A gradient that is zero, or not a number, says nothing. The layers are on one
+    device and in one precision, and ``"coherence"`` is up to date.
+    """
+    held = [one["history"] for one in buffers]
+    count, usual, recent = torch.stack(held).unbind(1)
+    weight = torch.stack([one["coherence"][0] for one in buffers])
+    level, first = squares.log(), count == 0
+    level = torch.where(first, level, torch.minimum(level, recent + SURPRISE))
+    count = count + torch.isfinite(level)
+    usual = torch.addcdiv(usual, _or_zero(level - usual), count.clamp(min=1))
+    recent = torch.addcdiv(recent, _or_zero(level - recent), torch.where(first, 1.0, weight))
+    torch._foreach_copy_(held, torch.stack([count, usual, recent], dim=1).unbind())
+
+
+def _or_zero(change: Tensor) -> Tensor:
+    return change.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def lengths(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """Lengths of the layers' steps as multiples of Muon's, ``[layers]``; ``None`` without momentum."""
+    if not all("history" in one for one in buffers):
+        return None
+    count, usual, recent = torch.stack([one["history"] for one in buffers]).unbind(1)
+    size = ((recent - usual) / 2).clamp_(max=0).exp_()
+    age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
+    return coherences(buffers) * size * age.mul_(FIRST)
+
+
+def coherences(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """How much recent gradients of each layer agree, ``[layers]`` in [0, 1].
+
+    It is ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``: 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if
+    they are noise.
+    """
+    weights, squares = torch.stack([one["coherence"] for one in buffers]).unbind(1)
+    most = (weights * squares).sqrt_()
+    norms = torch.stack(torch._foreach_norm([one["momentum"] for one in buffers]))
+    ratios = norms / most.clamp_(min=torch.finfo(most.dtype).tiny)
+    # Squares that overflow, here or above, say nothing.
+    return torch.nan_to_num_(ratios, nan=1.0, posinf=1.0).clamp_(max=1)
