@@ -7,7 +7,7 @@ rates, a third of, equal to and three times that of the line to start with (`Met
 own table for SGD, AdamW, Muon and SOAP), on training samples kept apart, with a seed that `train` does
 not use. `cost` times a plain, a factor and a refresh step of each method, interleaved with SGD's, and
 adds them up by the method's own intervals. A method whose runs would take more than five minutes of
-processor time on a task (others take seconds to two minutes) is not trained there; the table shows what its
+processor time on a task is not trained there (others take at most two); the table shows what its
 step costs. Whatever is done is kept in `results/family.jsonl`.
 """
 
