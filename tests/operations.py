@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations whose result the host has to wait for.
@@ -43,10 +44,19 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._reads = _Reads(self)
         self.kernels: Counter[str] = Counter()
         self.products: Counter[tuple[int, ...]] = Counter()
         self.waits: Counter[str] = Counter()
         self.all = 0
+
+    def __enter__(self) -> Operations:
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,6 +75,22 @@ class Operations(TorchDispatchMode):
         elif not func.is_view and name not in NO_KERNEL | WAITING:
             self.kernels[name] += 1
         return result
+
+
+class _Reads(TorchFunctionMode):
+    """Counts what leaves a tensor of the CPU without an operation."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "cpu"):
+            self.operations.waits[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _is_mask(index: Any) -> bool:

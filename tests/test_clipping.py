@@ -20,6 +20,15 @@ def test_it_is_the_clipping_of_torch(bound: float, double_precision: None) -> No
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
+def test_sparse_gradients_are_clipped_too() -> None:
+    dense, sparse = torch.nn.Embedding(5, 3), torch.nn.Embedding(5, 3, sparse=True)
+    for table in (dense, sparse):
+        table(torch.tensor([1, 1, 2])).sum().backward()  # one row is there twice
+        clip_gradients([table.weight], 0.5, None)
+    assert float(dense.weight.grad.norm()) == pytest.approx(0.5, rel=1e-5)
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad)
+
+
 def test_norms_of_others_count(double_precision: None) -> None:
     model = mlp()
     loss_of(model, batch()).backward()

@@ -17,6 +17,7 @@ from torch.optim import SGD
 import kronfac
 from tests.operations import Operations
 from tests.shapes import MODELS, SMALL, loss_of, on_meta
+from tests.training import batch, step
 
 
 class Run:
@@ -134,3 +135,46 @@ def test_views_and_allocations_are_no_kernels() -> None:
     assert counted.kernels == {"add_": 1, "sum": 1}
     assert counted.products == {(2, 2): 1}
     assert counted.waits == {"_local_scalar_dense": 1}
+
+
+def deep(depth: int) -> nn.Module:
+    """Linear layers of two shapes, and norms."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers, nn.Linear(4, 3))
+
+
+def refresh(depth: int, **options: Any) -> Operations:
+    """A step that takes statistics and solves all layers again."""
+    model = deep(depth)
+    base = SGD(model.parameters(), lr=0.1)
+    options = {"momentum": 0.9, "nesterov": True, **options}
+    optimizer = kronfac.KFAC(model, base, factor_every=1, refresh_every=1, **options)
+    step(model, optimizer, batch())
+    optimizer.zero_grad()
+    loss_of(model, batch(1)).backward()
+    with Operations() as counted:
+        optimizer.step()
+    return counted
+
+
+@pytest.mark.parametrize("solver", ["eigen", "cholesky"])
+@pytest.mark.parametrize("depth", [2, 9])
+def test_a_refresh_waits_twice_whatever_the_number_of_layers(depth: int, solver: str) -> None:
+    counted = refresh(depth, solver=solver)
+    assert counted.waits == {"tolist": 2}
+    assert counted.kernels["_linalg_eigh"] == (3 if solver == "eigen" else 0)  # A, and two G
+    assert counted.kernels["linalg_cholesky_ex"] == (4 if solver == "cholesky" else 0)
+
+
+def test_clipping_and_a_rate_of_zero_wait_for_nothing() -> None:
+    model = deep(2)
+    options: dict[str, Any] = {"max_grad_norm": 0.1, "refresh_every": 8, "factor_every": 2}
+    base = SGD(model.parameters(), lr=0.0)
+    optimizer = kronfac.KFAC(model, base, early_refresh=False, **options)
+    for number in range(3):
+        optimizer.zero_grad()
+        with Operations() as counted:
+            loss_of(model, batch(number)).backward()
+            optimizer.step()
+        assert bool(counted.waits) == (number == 0)

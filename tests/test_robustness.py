@@ -171,7 +171,8 @@ def solver(request: pytest.FixtureRequest) -> Any:
 
 
 def break_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("eigen", "cholesky_inverse", "newton_schulz_inverse"):
+    batched = ("eigen_batch", "cholesky_inverse_batch")
+    for name in ("eigen", "cholesky_inverse", "newton_schulz_inverse", *batched):
         monkeypatch.setattr(f"kronfac.methods.kfac.block.{name}", lambda *_: None)
 
 
@@ -236,8 +237,11 @@ def test_a_success_between_failures_starts_the_count_anew(monkeypatch: pytest.Mo
 def test_a_layer_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from kronfac.methods.kfac import block as method
 
-    working = method.eigen
-    monkeypatch.setattr(method, "eigen", lambda m: None if m.shape[-1] == 3 else working(m))
+    for name in ("eigen", "eigen_batch"):
+        working = getattr(method, name)
+        monkeypatch.setattr(
+            method, name, lambda m, working=working: None if m.shape[-1] == 3 else working(m)
+        )
     model = mlp()
     optimizer = frozen_kfac(model)
     step(model, optimizer, batch())

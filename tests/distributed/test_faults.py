@@ -133,7 +133,8 @@ def without_refreshing(one: Case, failed: set[str], bad_step: int) -> list[Param
             with ExitStack() as stack:
                 for name in failed if number == bad_step else ():
                     block = layers(optimizer)[name].block
-                    stack.enter_context(mock.patch.object(block, "refresh", return_value=None))
+                    for method in ("batch_key", "refresh"):
+                        stack.enter_context(mock.patch.object(block, method, return_value=None))
                 take_step(model, optimizer, kind.batch(number, one.samples), one)
             history.append(parameters(model))
         assert {name for name, n in optimizer.stats()["failures"].items() if n} == failed

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kronfac.capture import broadcast
 from kronfac.distributed.comm.traffic import Traffic
 from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
+from kronfac.distributed.layer_solve import solve_layers
+from kronfac.distributed.means import Read, own_means, read_statistics
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.workload import Intervals
 from kronfac.protocol.context import Given
@@ -19,6 +23,9 @@ from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
+
+#: Elements of new solutions that exist beside the old ones: half a gigabyte in single precision.
+MAX_NEW_ELEMENTS = 2**27
 
 
 class Local(Coordinator):
@@ -98,26 +105,25 @@ class Local(Coordinator):
         """Statistics are those of all data."""
 
     def refresh(self, due: Due, now: Now) -> Iterator[Solved]:
-        """Solve layers one by one, so that only one has an old and a new solution at a time."""
+        """Solve a few layers at a time, so that not all have an old and a new solution at once.
+
+        The host waits for the counts of all, and then for the outcome of each few.
+        """
         generator = now.generator(due, 0)
-        for state, due_parts in due.items():
-            parts = state.news(due_parts)
-            with self.phases("refresh", state.name):
-                counts = state.row_counts()
-                given = now.given(state, {}, counts=counts, rank_generator=generator)
-                means = own_means(state, state.names_of(parts), given)
-                if means is None:
-                    continue
-                shards = {
-                    name: [mean.shape[-2]]
-                    for name, mean in means.items()
-                    if state.running[name].statistic.combine == "gather"
+        parts = {state: state.news(due_parts) for state, due_parts in due.items()}
+        with self.phases("refresh"):
+            read = read_statistics({state: state.names_of(own) for state, own in parts.items()})
+        for some in _few(parts):
+            with self.phases("refresh"), self.phases.part("refresh", *(s.name for s in some)):
+                given = {
+                    state: own
+                    for state in some
+                    if (own := _given(state, parts[state], read[state], now, generator)) is not None
                 }
-                previous = state.solution_in_use
-                known = {**state.counts_of(means), **counts}
-                given = now.given(state, means, previous=previous, shards=shards, counts=known)
-                solution = state.block.refresh(given, parts)
-            yield state, solution
+                solved = solve_layers(
+                    given, parts, [state for state in given if read[state].finite]
+                )
+            yield from solved
 
     def share(self, solved: Iterable[Solved]) -> Iterable[Solved]:
         """Solutions are where they are needed."""
@@ -183,25 +189,37 @@ def settle_own(states: Sequence[LayerState], normalizer: Normalizer) -> None:
     broadcast.settle(states, normalizer, add_up=None, adds=True)
 
 
-def own_means(state: LayerState, names: Sequence[str], given: Given) -> dict[str, Tensor] | None:
-    """Means of some statistics of a layer; ``None`` if one is missing that has to be there.
-
-    ``given`` is what rows are compressed with.
-    """
-    running = {name: state.running[name] for name in names}
-    needed = [one for one in running.values() if not one.statistic.may_be_missing]
-    if any(one.sum is None for one in needed):
+def _given(
+    state: LayerState,
+    parts: Sequence[str],
+    read: Read,
+    now: Now,
+    generator: torch.Generator | None,
+) -> Given | None:
+    """What a layer is solved from; ``None`` if something is missing."""
+    rows = state.row_counts(read.counts)
+    given = now.given(state, {}, counts=rows, rank_generator=generator)
+    means = own_means(state, state.names_of(parts), read.counts, given)
+    if means is None:
         return None
-    gathers = any(one.statistic.combine == "gather" for one in running.values())
-    rows = state.compressed_rows(given) if gathers else {}
-    means = {}
-    for name, one in running.items():
-        if one.statistic.source == "compressed":
-            means[name] = rows[name]
-            continue
-        mean = one.mean()
-        if mean is not None:
-            means[name] = rows.get(name, mean)
-        elif not one.statistic.may_be_missing:
-            return None
-    return means
+    gathered = [n for n in means if state.running[n].statistic.combine == "gather"]
+    shards = {name: [means[name].shape[-2]] for name in gathered}
+    previous, known = state.solution_in_use, {**state.counts_of(means), **rows}
+    return now.given(state, means, previous=previous, shards=shards, counts=known)
+
+
+def _few(states: Iterable[LayerState]) -> Iterator[list[LayerState]]:
+    """Layers in groups whose new solutions take a bounded amount of memory."""
+    group: list[LayerState] = []
+    size = 0
+    for state in states:
+        own = sum(
+            math.prod(n or 0 for n in shape) for shape in state.block.solution_shapes.values()
+        )
+        if group and size + own > MAX_NEW_ELEMENTS:
+            yield group
+            group, size = [], 0
+        group.append(state)
+        size += own
+    if group:
+        yield group

@@ -17,13 +17,11 @@ from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.coordinator import Now
+from kronfac.distributed.layer_solve import Work, solve_parts
 from kronfac.distributed.layout import Layout
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
-
-#: A layer, and the name of a part of its solution.
-Work = tuple[LayerState, str]
 
 
 class Solving:
@@ -73,7 +71,7 @@ class Solving:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
         layout, phases = self.layout, self.phases
         chosen = [(state, part) for state, part in stage if part in self.due[state]]
-        divided, owned, seen_through = [], [], []
+        divided, owned, seen_through, everywhere = [], [], [], []
         for state, part in chosen:
             task = layout.task(state, part)
             if layout.is_seen_through(state, part) and task.rank is not None:
@@ -83,10 +81,11 @@ class Solving:
             elif task.split:
                 divided.append((state, part))
             elif task.rank is None:
-                with phases("refresh", state.name):
-                    self._keep(state, self._solve(state, part))
+                everywhere.append((state, part))
             else:
                 owned.append((state, part, task.rank))
+        for (state, _), solution in self._solve_all(everywhere).items():
+            self._keep(state, solution)
         wire = layout.settings.wire_dtype
         for state, part in divided:
             items = self._items(state, part, None)
@@ -98,11 +97,8 @@ class Solving:
                     bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
                     bucket.launch()
                     self._messages.append(bucket)
-        found: dict[Work, dict[str, Tensor] | None] = {}
-        for state, part, rank in [*seen_through, *owned]:
-            if rank == layout.world.rank:
-                with phases("refresh", state.name):
-                    found[state, part] = self._solve(state, part)
+        mine = [*seen_through, *owned]
+        found = self._solve_all([(s, part) for s, part, rank in mine if rank == layout.world.rank])
         with phases("share"):
             self._send(seen_through, found, wire, layout.world.all)
             self._send(owned, found, wire, layout.column)
@@ -197,9 +193,15 @@ class Solving:
             counts=counts,
         )
 
-    def _solve(self, state: LayerState, part: str) -> dict[str, Tensor] | None:
-        given = self._given(state, [part])
-        return None if given is None else state.block.refresh(given, [part])
+    def _solve_all(self, works: Sequence[Work]) -> dict[Work, dict[str, Tensor] | None]:
+        """Solve parts here, those of equal shapes in batches."""
+        if not works:
+            return {}
+        names = [state.name for state, _ in works]
+        with self.phases("refresh"), self.phases.part("refresh", *names):
+            given = {work: self._given(work[0], [work[1]]) for work in works}
+            solved = solve_parts({work: one for work, one in given.items() if one is not None})
+        return {work: solved.get(work) for work in works}
 
     def _solve_last(self, state: LayerState, solved: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Add the parts that come after others, which every worker solves itself."""

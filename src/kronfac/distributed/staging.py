@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kronfac.distributed.coordinator import Now, Solved
+from kronfac.distributed.layer_solve import Work
 from kronfac.distributed.layout import Layout
-from kronfac.distributed.local import own_means
+from kronfac.distributed.means import own_means, read_statistics
 from kronfac.distributed.reduce import Round
-from kronfac.distributed.refresh import Solving, Work
+from kronfac.distributed.refresh import Solving
 from kronfac.distributed.rounds import Rounds
 from kronfac.state.layer_state import Due, LayerState
 
@@ -94,9 +95,11 @@ def _outcome(
 
 def _solve_own(solving: Solving, generator: torch.Generator | None) -> Iterable[Solved]:
     """Solve from what this rank has observed, where statistics do not travel."""
-    for state in filter(solving.layout.works_on, solving.due):
+    states = list(filter(solving.layout.works_on, solving.due))
+    read = read_statistics({state: state.names_of(solving.due[state]) for state in states})
+    for state in states:
         with solving.phases("refresh", state.name):
-            _take_means(solving, state, generator)
+            _take_means(solving, state, read[state].counts, generator)
     solving.skip_old()
     work = [
         (state, part)
@@ -112,11 +115,16 @@ def _own_outcome(solving: Solving) -> Iterator[Solved]:
     yield from solving.outcome().items()
 
 
-def _take_means(solving: Solving, state: LayerState, generator: torch.Generator | None) -> None:
+def _take_means(
+    solving: Solving,
+    state: LayerState,
+    own: Mapping[str, float],
+    generator: torch.Generator | None,
+) -> None:
     """Give a layer the means of what this rank has observed."""
-    counts = state.row_counts()
+    counts = state.row_counts(own)
     given = solving.now.given(state, {}, counts=counts, rank_generator=generator)
-    means = own_means(state, state.names_of(solving.due[state]), given)
+    means = own_means(state, state.names_of(solving.due[state]), own, given)
     if means is None:
         solving.missing[state] = True
         return

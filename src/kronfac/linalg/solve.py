@@ -33,6 +33,20 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     return None if solved is None else (solved[0], solved[1])
 
 
+def eigen_batch(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same for matrices that are finite, at the first attempt and without a look at the result.
+
+    Vectors and values may be what is not finite; ``None`` if the driver has given up.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return vectors.contiguous(), values.clamp_(min=0)
+
+
 def eigen_2x2(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The same for many 2 × 2 matrices, by one rotation each, without a host sync."""
     a, b, c = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 1]
@@ -55,6 +69,13 @@ def cholesky_inverse(matrix: Tensor) -> Tensor | None:
 
     solved = _retried(matrix, attempt)
     return None if solved is None else solved[0]
+
+
+def cholesky_inverse_batch(matrices: Tensor) -> Tensor:
+    """The same at the first attempt and without a look at the result: NaN where there is none."""
+    factor, info = torch.linalg.cholesky_ex(matrices)
+    inverse = torch.cholesky_inverse(factor).contiguous()
+    return torch.where((info == 0)[..., None, None], inverse, torch.nan)
 
 
 def cholesky_inverse_share(matrix: Tensor, index: int, of: int) -> Tensor | None:

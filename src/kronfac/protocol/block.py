@@ -212,6 +212,21 @@ class Block(ABC):
         Random numbers come from ``given.generator(part)`` if :attr:`draws`; checkpoints resume them.
         """
 
+    def batch_key(self, part: str) -> Hashable:
+        """Parts of equal keys, of whichever layers, can be solved together by :meth:`solve_batch`.
+
+        ``None`` if a part is solved alone.
+        """
+        return None
+
+    def solve_batch(self, part: str, given: Given) -> dict[str, Tensor] | None:
+        """Solve a part of several layers, side by side in a leading dimension, or of one without it.
+
+        Nothing is read from the device. A layer whose solution is not finite, and all of them if this
+        returns ``None``, are solved again by :meth:`solve`.
+        """
+        return self.solve(part, given)
+
     def solve_share(self, part: str, given: Given, index: int, of: int) -> dict[str, Tensor] | None:
         """Summand ``index`` of ``of`` whose sum is what :meth:`solve` finds, up to rounding.
 

@@ -58,6 +58,7 @@ class Given:
             (:attr:`Block.knows_trace`), if it is one.
         seed: of the layer's random numbers at this step, alike on all ranks (:attr:`Block.draws`).
         rank_generator: this rank's own random numbers while it compresses rows, if the block draws.
+        unchecked: solve without a look at the result (:meth:`Block.solve_batch`).
     """
 
     means: Tensors
@@ -71,6 +72,7 @@ class Given:
     relative: ShareOf | None = None
     seed: int = 0
     rank_generator: torch.Generator | None = None
+    unchecked: bool = False
 
     def generator(self, part: str) -> torch.Generator:
         """Random numbers of one part, drawn on the CPU: whoever solves it has the same."""

@@ -197,13 +197,10 @@ class LayerState:
         counts = {name: self.running[name].count for name in names}
         return {name: count for name, count in counts.items() if count is not None}
 
-    def row_counts(self) -> dict[str, float]:
-        """N of the gathered rows that are here, by name (reads it)."""
-        found = {}
-        for name, running in self.running.items():
-            if running.statistic.combine == "gather" and running.count is not None:
-                found[name] = float(running.count)
-        return found
+    def row_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """N of the gathered rows that are here, among the counts of statistics by name."""
+        gathered = (n for n, one in self.running.items() if one.statistic.combine == "gather")
+        return {name: counts[name] for name in gathered if name in counts}
 
     def use(self, solved: Mapping[str, Tensor]) -> None:
         """Take newly solved parts into use, and express statistics in the basis that they make."""

@@ -15,27 +15,27 @@ def clip_gradients(
 
     ``add_up`` adds the squared norms of other ranks, where each of them has a part of the gradients.
     """
-    alike: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+    alike: dict[Hashable, list[Tensor]] = {}
     for grad in (p.grad for p in parameters):
         if grad is not None:
-            # Where something is said twice its sum counts, but scaling both scales that.
-            read = grad.coalesce().values() if grad.is_sparse else grad
-            write = grad._values() if grad.is_sparse else grad
-            own = alike.setdefault((grad.device, grad.dtype), [])
-            own.append((read.detach(), write.detach()))
-    device = next((own[0][0].device for own in alike.values()), torch.device("cpu"))
+            alike.setdefault((grad.device, grad.dtype, grad.is_sparse), []).append(grad)
+    device = next((own[0].device for own in alike.values()), torch.device("cpu"))
     wide = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=wide, device=device)
     for own in alike.values():
-        norms = torch.stack(torch._foreach_norm([read for read, _ in own])).to(wide)
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in own]
+        norms = torch.stack(torch._foreach_norm(values)).to(wide)
         total = total + _on(device, norms.square_().sum())
     norm = (total if add_up is None else add_up(total)).sqrt()
     factor = (bound / (norm + 1e-6)).clamp(max=1)
     for own in alike.values():
-        first = own[0][0]
-        precise = torch.promote_types(first.dtype, torch.float32)
-        own_factor = _on(first.device, factor).to(precise)
-        torch._foreach_mul_([write for _, write in own], own_factor)
+        precise = torch.promote_types(own[0].dtype, torch.float32)
+        own_factor = _on(own[0].device, factor).to(precise)
+        if own[0].is_sparse:
+            for grad in own:
+                grad.mul_(own_factor)
+        else:
+            torch._foreach_mul_(own, own_factor)
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:

@@ -116,11 +116,13 @@ def check(preconditioner: Preconditioner, names: Names, entries: Entries) -> Non
 def is_empty_step(preconditioner: Preconditioner, groups: Iterable[dict[str, Any]]) -> bool:
     """See :meth:`Preconditioner.is_empty_step`.
 
-    Such a step comes before the first one or with all learning rates at zero, which the host knows.
+    Such a step comes before the first one, or with all learning rates at zero and no forward before it,
+    all of which the host knows.
     """
     if any(not state.pending.empty for state in preconditioner.layers.values()):
         return False
-    if preconditioner.clock.step and not all(_is_zero_on_host(group.get("lr")) for group in groups):
+    idle = all(_is_zero_on_host(group.get("lr")) for group in groups)
+    if preconditioner.clock.step and (preconditioner.capture.forward_seen or not idle):
         return False
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     return bool(preconditioner.layers) and not any(bool(grad.any()) for grad in grads)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -23,8 +24,10 @@ from torch import Tensor
 from kronfac.layers.rows import Rows
 from kronfac.linalg.solve import (
     cholesky_inverse,
+    cholesky_inverse_batch,
     cholesky_inverse_share,
     eigen,
+    eigen_batch,
     newton_schulz_inverse,
 )
 from kronfac.protocol.block import (
@@ -160,6 +163,23 @@ class KFACBlock(Block):
             return self._decompose(part, given.means[part])
         return self._invert(part, given)
 
+    def batch_key(self, part: str) -> Hashable:
+        """See :meth:`Block.batch_key`; an eigendecomposition knows nothing of the other side."""
+        if type(self) is not KFACBlock or self.solver == "newton-schulz":
+            return None  # others may solve in another way
+        if self.solver == "eigen":
+            return "eigen", part, self.forms[part], self.statistics[part].shape, self.dtype
+        return self.signature, part
+
+    def solve_batch(self, part: str, given: Given) -> dict[str, Tensor] | None:
+        """See :meth:`Block.solve_batch`."""
+        if self.solver != "eigen":
+            return self._invert(part, replace(given, unchecked=True))
+        if self.forms[part] == "diagonal":
+            return self._decompose(part, given.means[part])
+        solved = eigen_batch(given.means[part])
+        return solved and {f"{part}.vectors": solved[0], f"{part}.values": solved[1]}
+
     def solve_share(self, part: str, given: Given, index: int, of: int) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve_share`."""
         if self.parts[part].shared_flops is None:
@@ -206,7 +226,7 @@ class KFACBlock(Block):
     def _inverse(self, side: str, damped: Tensor, floor: Tensor, given: Given) -> Tensor | None:
         """The inverse of a dense side, no eigenvalue of which is below ``floor``."""
         if self.solver == "cholesky":
-            return cholesky_inverse(damped)
+            return cholesky_inverse_batch(damped) if given.unchecked else cholesky_inverse(damped)
         return newton_schulz_inverse(damped, floor)
 
     def _or_identity(

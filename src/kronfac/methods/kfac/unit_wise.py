@@ -63,6 +63,10 @@ class UnitWiseBlock(Block):
         vectors, values = eigen_2x2(mean)
         return {"F.values": values, "F.vectors": vectors}
 
+    def batch_key(self, part: str) -> Hashable:
+        """See :meth:`Block.batch_key`."""
+        return self.signature if type(self) is UnitWiseBlock else None
+
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """See :meth:`Block.mean_curvature`; one number for all channels."""
         return solution["F.values"].mean((-2, -1), keepdim=True)[..., None]
