@@ -16,7 +16,8 @@ import kronfac
 from kronfac.layers.rows import DenseRows, MapRows, PatchRows
 from kronfac.linalg.patches import Window
 from kronfac.statistics.forward_pass import Pass
-from kronfac.statistics.sampled import Stride, fix_stride
+from kronfac.statistics.sampled import Stride
+from kronfac.step.sampled_rows import fix_stride
 from tests.training import (
     assert_close,
     assert_same,
@@ -37,19 +38,20 @@ CLASSES = 3
 
 
 class Pictures(nn.Module):
-    """Convolutions whose stride is over samples and positions (24x24) and over samples only (12x12)."""
+    """Convolutions with strides over samples (3x3), and over positions too (1x1 and 2x2 patches)."""
 
     samples, shape = 32, (2, 24, 24)
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(2, 2, 3, padding=1)
-        self.grouped = nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2, bias=False)
+        self.mix = nn.Conv2d(2, 2, 1)
+        self.grouped = nn.Conv2d(2, 4, 2, stride=2, padding=1, groups=2, bias=False)
         self.norm = nn.GroupNorm(2, 4)
         self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.grouped(torch.tanh(self.first(x))))
+        x = self.norm(self.grouped(torch.tanh(self.mix(torch.tanh(self.first(x))))))
         return self.head(torch.tanh(x).mean((2, 3)))
 
 
@@ -164,7 +166,7 @@ def test_statistics_are_those_of_the_chosen_rows(kind: type[Model], number: int)
         strides.add(stride)
         chosen, whole = chosen_rows(a, stride, number), a.shape[-3] * a.shape[-2]
         rows = chosen.shape[-2]
-        assert min(4096, whole) <= rows < 2 * 4096
+        assert min(4096, whole) <= rows < 3 * 4096
         samples = kind.samples
         assert_close(state.running["A"].sum, moment(chosen))
         assert float(state.running["A"].count) == rows
@@ -177,7 +179,7 @@ def test_statistics_are_those_of_the_chosen_rows(kind: type[Model], number: int)
 def test_the_first_factor_step_and_small_batches_see_every_row() -> None:
     for options, steps in (({"rows": 4096}, 1), ({"rows": None}, 2), ({"rows": 16384}, 2)):
         optimizer = trained(Pictures, steps=steps, **options)
-        assert counts(optimizer, "A")["grouped"] == 32 * 144
+        assert counts(optimizer, "A")["grouped"] == 32 * 169
         assert counts(optimizer, "G")["grouped"] == 32
     assert counts(trained(Pictures, rows=4096), "A")["head"] == 32
 
@@ -263,13 +265,16 @@ def test_steps_start_everywhere() -> None:
 
 
 def test_strides_go_by_rows_and_leave_enough_samples() -> None:
-    def strides(rows: int, samples: int) -> tuple[int, int]:
-        found = fix_stride(4096, rows, samples, samples)
+    def strides(rows: int, samples: int, target: int = 4096, **kind: bool) -> tuple[int, int]:
+        found = fix_stride(target, rows, samples, samples, **kind)
         return found.samples, found.positions
 
     assert strides(4096, 128) == strides(8191, 128) == (1, 1)
     assert strides(128 * 1024, 128) == (8, 4)
+    assert strides(128 * 1024, 128, overlaps=True) == (8, 1)
+    assert strides(32 * 12544, 32, overlaps=True) == (2, 49)
     assert strides(128 * 256, 128) == (8, 1)
+    assert strides(128 * 64, 128, 4616) == (2, 1)  # nearly 4,616 rows, and no fewer than 4,096
     assert strides(128 * 64, 128) == (2, 1)
     assert strides(8 * 4096, 8) == (1, 8)
     assert strides(20_000, 20_000) == (4, 1)
@@ -375,11 +380,11 @@ def test_strides_are_fixed_again_where_other_rows_are_wanted_or_none_were_saved(
     for state, rows, positions in ((saved, None, 0), (saved, 8192, 1), (old, 4096, 2)):
         model, other = moving(Pictures, rows=rows, decay=0.0)
         other.load_state_dict(state)
-        assert layers(other)["first"].stride is None
+        assert layers(other)["mix"].stride is None
         step(model, other, batch(Pictures, 2))
-        assert counts(other, "A")["first"] == 32 * 576  # fixed from all rows
+        assert counts(other, "A")["mix"] == 32 * 576  # fixed from all rows
         step(model, other, batch(Pictures, 3))
-        stride = layers(other)["first"].stride
+        stride = layers(other)["mix"].stride
         assert (0 if stride is None else stride.positions) == positions
 
 
@@ -398,8 +403,8 @@ def test_the_summary_says_what_is_left_out() -> None:
     optimizer = trained(Pictures, rows=4096)
     text = optimizer.summary()
     assert "Statistics take about 4,096 rows of a layer.\n" in text
-    assert "  1 of 2 samples, 1 of 2 positions: first\n" in text
-    assert "1 of 2 samples: grouped" not in text  # 4,608 rows are hardly more
+    assert "  1 of 2 samples: first\n  1 of 2 samples, 1 of 2 positions: mix\n" in text
+    assert "grouped\n" not in text  # 5,408 rows are hardly more
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "rows" not in trained(Pictures, rows=None).summary()
 

@@ -98,11 +98,11 @@ def test_positions_are_those_of_one_process_and_resume_bit_for_bit() -> None:
     with double_precision():
         model, optimizer = made(False)
         take_steps(model, optimizer, range(6), slice(None), 1)
-    own = layers(optimizer)["first"].stride
+    own = layers(optimizer)["mix"].stride
     assert (own.samples, own.positions) == (2, 2)
     by_rank = run(3, pictures)
     for rank, (went_on, resumed, strides) in enumerate(by_rank):
-        assert strides["first"].first == [0, 10, 21][rank]
+        assert strides["mix"].first == [0, 10, 21][rank]
         for name, value in model.state_dict().items():
             torch.testing.assert_close(went_on[name], value, rtol=1e-8, atol=1e-10)
             assert torch.equal(resumed[name], went_on[name])

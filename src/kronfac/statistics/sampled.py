@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from kronfac.layers.rows import Rows
 from kronfac.statistics.forward_pass import Pass
 
-#: Rows of one sample are alike: positions are left out before fewer samples than this would be left.
-LEAST_SAMPLES = 16
-
 #: Multiples of irrational numbers spread evenly, whichever of them are taken.
 _TURN_OF_SAMPLES, _TURN_OF_POSITIONS = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
 
@@ -62,13 +59,3 @@ class Stride:
             start = int(rows.positions * (forward_pass.step * _TURN_OF_POSITIONS % 1))
             rows = rows.some_positions(start + (before + skipped) // self.samples, self.positions)
         return rows
-
-
-def fix_stride(target: int, rows: int, entries: int, total: int) -> Stride:
-    """The stride for so many rows of a whole step, over all ranks.
-
-    ``entries`` is the number of samples that they are grouped by, ``total`` that of the whole step.
-    """
-    ratio = max(1, rows // target)
-    samples = min(ratio, max(1, entries // LEAST_SAMPLES))
-    return Stride(target, samples, ratio // samples, total)

@@ -10,10 +10,15 @@ import torch
 from kronfac.distributed.coordinator import Coordinator
 from kronfac.options.config import LEAST_ROWS, RowsOption
 from kronfac.state.layer_state import LayerState
-from kronfac.statistics.sampled import fix_stride
+from kronfac.statistics.sampled import Stride
 
 #: ``rows="auto"``: so many for each column of the wider side.
 ROWS_PER_COLUMN = 8
+#: Rows of one sample are alike: positions are left out before fewer samples than this would be left.
+LEAST_SAMPLES = 16
+#: The patches of neighbouring positions cost less together than one by one, so that a smaller stride than
+#: this over the positions of a convolution would save nothing.
+LEAST_STRIDE_OF_PATCHES = 8
 
 
 class SampledRows:
@@ -48,7 +53,9 @@ class SampledRows:
         for state, (rows, entries, samples, misses) in zip(states, found, strict=True):
             target = self.target(state)
             if misses and target is not None:
-                state.stride = fix_stride(target, int(rows), int(entries), int(samples))
+                state.stride = fix_stride(
+                    target, int(rows), int(entries), int(samples), state.layer.overlaps
+                )
         if any(state.stride is not None and state.stride.leaves_out for state in states):
             passes = {one: None for state in states for one in state.pending.whole}
             coordinator.compare_samples(sum(forward_pass.samples for forward_pass in passes))
@@ -91,6 +98,20 @@ class SampledRows:
             parts += [f"1 of {positions} positions"] if positions > 1 else []
             lines.append(f"  {', '.join(parts)}: {' '.join(found)}")
         return lines
+
+
+def fix_stride(target: int, rows: int, entries: int, total: int, overlaps: bool = False) -> Stride:
+    """The stride for so many rows of a whole step, over all ranks.
+
+    ``entries`` is the number of samples that they are grouped by, ``total`` that of the whole step;
+    ``overlaps`` says that neighbouring positions share their inputs.
+    """
+    ratio = max(1, min(round(rows / target), rows // LEAST_ROWS))
+    samples = min(ratio, max(1, entries // LEAST_SAMPLES))
+    positions = ratio // samples
+    if overlaps and positions < LEAST_STRIDE_OF_PATCHES:
+        positions = 1
+    return Stride(target, samples, positions, total)
 
 
 def may_leave_out(state: LayerState) -> bool:

@@ -119,8 +119,9 @@ def _method(
     for option in SCHEDULED:
         if option in own:
             own[option] = as_callable(option, own[option], steps_per_epoch)
-    if own.get("rescale") == "none":  # TOML knows no None
-        own["rescale"] = None
+    for option, word in (("rescale", "none"), ("rows", "all")):  # TOML knows no None
+        if own.get(option) == word:
+            own[option] = None
     if isinstance(own.get("distribute"), float):
         own["distribute"] = Hybrid(own["distribute"])
     if kind == "text":
