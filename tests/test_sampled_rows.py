@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD
 
 import kronfac
@@ -195,6 +199,19 @@ def test_only_second_moments_of_matrices_leave_rows_out() -> None:
     assert counts(ekfac, "A")["up"] == 64 * 150  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("structure", ["dense", "diagonal"])
+def test_singd_leaves_rows_out_as_kfac_does(structure: str) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    base = SGD(model.parameters(), lr=0.0)
+    singd = kronfac.SINGD(model, base, structure=structure, factor_every=1, rows=4096)  # type: ignore[arg-type]
+    for number in range(2):
+        step(model, singd, batch(Words, number))
+    for side in ("A", "G"):
+        found, expected = counts(singd, side), counts(trained(Words, rows=4096), side)  # type: ignore[arg-type]
+        assert found == expected
+
+
 def test_an_embedding_counts_every_token() -> None:
     model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 3))
     optimizer = kfac(model, SGD(model.parameters(), lr=0.0), decay=0.0, rows=4096)
@@ -365,6 +382,19 @@ def test_resume_is_bit_for_bit(kind: type[Model]) -> None:
         step(model, optimizer, batch(kind, number))
         step(other, resumed, batch(kind, number))
     assert_same(snapshot(resumed), snapshot(optimizer))
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_resume_through_distributed_checkpoints() -> None:
+    model, optimizer = moving(Pictures, rows=4096)
+    for number in range(2):
+        step(model, optimizer, batch(Pictures, number))
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other, resumed = moving(Pictures, rows=4096)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, state)
+    step(model, optimizer, batch(Pictures, 2))
+    step(other, resumed, batch(Pictures, 2))
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 

@@ -25,7 +25,7 @@ class SampledRows:
     """The option ``rows``, and the strides that layers have for it."""
 
     def __init__(self, option: RowsOption) -> None:
-        self.option = option
+        self.option: RowsOption = option if option in (None, "auto") else int(option)
         #: Whether ranks know that they have the same strides.
         self._agreed = True
 
