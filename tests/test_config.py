@@ -25,6 +25,7 @@ BAD: dict[str, list[Any]] = {
     "trust_radius": [0, -1e-3, NAN, INF, None, "small"],
     "early_refresh": [1, None],
     "stagger": [0, "no"],
+    "rows": [0, 4095, 5000.5, NAN, INF, "all", True],
     "max_dim": [0, -1, 1.5, INF, None, "8192"],
     "loss_average": ["mean", 0, -1.0, NAN, INF, True, []],
     "include": [5, [3.0], [dict], torch.Tensor],

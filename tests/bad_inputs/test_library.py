@@ -79,6 +79,7 @@ REFUSED: list[Row] = [
     *options("trust_radius", [0, -1, None, "small", NAN, INF], "refused", "^trust_radius="),
     *options("early_refresh", [0, None, "no"], "refused", "^early_refresh="),
     *options("stagger", [1, None, "yes"], "refused", "^stagger="),
+    *options("rows", [0, 4095, "all", 5000.5, INF, torch.ones(2)], "refused", "^rows="),
     *options("max_dim", [0, -1, None, "big", 0.5, INF], "refused", "^max_dim="),
     *options("loss_average", ["mean", 0, -1, NAN, True, []], "refused", "^loss_average="),
     *options("loss_average", [torch.ones(2)], "refused", "^loss_average="),

@@ -83,6 +83,12 @@ def test_kfac_without_rescaling_is_written_none() -> None:
     assert build("kfac", rescale="none")._preconditioner.options.rescale is None
 
 
+def test_kfac_with_all_rows_is_written_all() -> None:
+    assert build("kfac", rows="all")._preconditioner.options.rows is None
+    assert build("kfac", rows=5000)._preconditioner.options.rows == 5000
+    assert build("kfac")._preconditioner.options.rows == "auto"
+
+
 def test_kfac_of_text_averages_over_tokens() -> None:
     part = OptimizerPart("kfac", "kfac", {"lr": 0.1})
     optimizer: Any = optimizers.build(part, net(), timetable=Timetable(10, 1), kind="text")

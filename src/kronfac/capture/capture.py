@@ -33,7 +33,7 @@ from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attenti
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.forward_pass import Pass
+from kronfac.statistics.forward_pass import Pass, Passes
 
 
 class Capture:
@@ -44,6 +44,7 @@ class Capture:
         self.phases = phases
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
+        self._made = Passes()
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -63,7 +64,6 @@ class Capture:
         self.forward_seen = False
         #: Whether the hook of any layer has ever been called, compiled or not.
         self.hooks_work = False
-        self._implicit: dict[int, Pass] = {}
         self._unrecorded: dict[nn.Module, list[Pass]] = {}
 
     @property
@@ -139,9 +139,10 @@ class Capture:
 
     # --- the life of a step ---------------------------------------------------------------------
 
-    def begin_step(self, due: bool) -> None:
+    def begin_step(self, due: bool, step: int) -> None:
         """Say whether the coming step takes statistics."""
         self.due = due
+        self._made.begin(step)
         self.forward_seen = False
         self.close_forwards()
 
@@ -185,7 +186,7 @@ class Capture:
         self.clear_outputs()
         self.edges.clear()
         self.calls.clear()
-        self._implicit.clear()
+        self._made.forget_implicit()
         self._unrecorded.clear()
         self._latest = None
         for state in self.states:
@@ -215,7 +216,7 @@ class Capture:
         self._notice_cleared_gradients()
         # A lone vector of numbers is one sample of a model without batches; let its layers decide.
         unknown = first is None or (first.dim() == 1 and first.is_floating_point())
-        forward_pass = None if unknown or first is None else Pass(first.shape[0])
+        forward_pass = None if unknown or first is None else self._made.new(first.shape[0])
         if trains:
             self._latest = forward_pass
         return forward_pass
@@ -362,7 +363,7 @@ class Capture:
             return self._latest
         index = state.pending.calls
         state.pending.calls += 1
-        return self._implicit.setdefault(index, Pass(samples))
+        return self._made.implicit(index, samples)
 
     # --- backward -------------------------------------------------------------------------------
 

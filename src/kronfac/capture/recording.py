@@ -14,6 +14,7 @@ from kronfac.layers.rows import Rows
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.pending import context_of
+from kronfac.statistics.sampled import Stride
 
 
 def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass) -> bool:
@@ -24,6 +25,13 @@ def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass)
     broadcast = serves_all_samples(state, rows, values[0], forward_pass)
     if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
         state.fall_back_to_expand()
+    if not broadcast:
+        state.pending.count_whole(rows, forward_pass)
+        chosen = _choose(state, rows, forward_pass)
+        if chosen is None:
+            state.pending.skip_input(values[0].device)
+            return True
+        rows = chosen
     if state.block.holds_rows:
         state.block.check_rows(rows)
         state.pending.hold_input(rows, forward_pass)
@@ -55,12 +63,34 @@ def record_output(
         rows = state.layer.ungrouped_outputs(grad, kept)
     elif not grouped and state.block.holds_rows:
         state.fall_back_to_expand()
+    chosen = _choose(state, rows, forward_pass)
+    if _stride(state) is not None:
+        state.pending.count_chosen(chosen, rows, forward_pass)
+    if chosen is None:
+        state.pending.skip_output(forward_pass, grad.device)
+        return True
+    rows = chosen
     if state.block.holds_rows and grouped:
         state.pending.hold_output(rows, forward_pass, draw, share)
     else:
         found = state.block.observe_output(rows, context_of(forward_pass, state.solution_in_use))
         state.pending.add_output(found, forward_pass, share)
     return True
+
+
+def _choose(state: LayerState, rows: Rows, forward_pass: Pass) -> Rows | None:
+    """The rows of a call that statistics are taken from, the same on both sides; ``None`` if none."""
+    stride = _stride(state)
+    if stride is None or not rows.samples:
+        return rows
+    return stride.choose(rows, forward_pass, positions=state.block.leaves_out == "rows")
+
+
+def _stride(state: LayerState) -> Stride | None:
+    """How a layer leaves rows out, if it does."""
+    if state.block.leaves_out == "nothing" or state.stride is None:
+        return None
+    return state.stride if state.stride.leaves_out else None
 
 
 def _sum_output(

@@ -99,6 +99,14 @@ class Coordinator(ABC):
     def overview(self, states: Sequence[LayerState]) -> Overview | None:
         """What the summary says of ranks; ``None`` in one process."""
 
+    @abstractmethod
+    def compare_samples(self, samples: int) -> None:
+        """Let all ranks know how many samples of a step each of them has."""
+
+    @abstractmethod
+    def first_sample(self, total: int) -> int:
+        """The number of this rank's first sample among so many of a step on all ranks."""
+
     # --- before the step ------------------------------------------------------------------------
 
     @abstractmethod

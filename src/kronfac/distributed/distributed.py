@@ -62,6 +62,8 @@ class Distributed(Coordinator):
         self.spreading = Spreading(self.layout)
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
+        #: Samples of a step by rank, once ranks have compared them.
+        self._samples: list[int] = []
         #: Whether ranks have compared their gradients, and agreed on inputs that stand for all samples.
         self._compared = self._agreed_on_broadcast = False
 
@@ -104,6 +106,21 @@ class Distributed(Coordinator):
         """What the summary says of ranks."""
         direct = self.rounds.early.direct
         return overview(self.layout, states, direct, self.ownership.message_bytes)
+
+    def compare_samples(self, samples: int) -> None:
+        """Let all ranks know how many samples of a step each of them has."""
+        here = [0.0] * self.world.size
+        here[self.world.rank] = float(samples)
+        self._samples = [int(n) for n in self.world.total(here).tolist()]
+
+    def first_sample(self, total: int) -> int:
+        """The number of this rank's first sample; without better knowledge all have equally many."""
+        world = self.world
+        if self.layout.is_local:
+            return 0
+        return (
+            sum(self._samples[: world.rank]) if self._samples else total * world.rank // world.size
+        )
 
     # --- before the step ------------------------------------------------------------------------
 
@@ -273,6 +290,7 @@ class Distributed(Coordinator):
                 "scheme": str(self.settings.scheme),
                 "placement": self.layout.placed.to_json(),
                 "groups": self.rounds.plan.groups,
+                "samples": self._samples,
             }
         )
 
@@ -289,6 +307,8 @@ class Distributed(Coordinator):
         piece by piece (``torch.distributed.checkpoint``) is that of the present placement.
         """
         saved = json.loads(described) if described else {}
+        alike = saved.get("size") == self.world.size
+        self._samples = saved.get("samples", []) if alike else []
         if self._adopts(saved, holds_all):
             self.rounds.plan.groups = saved["groups"]
             self.rounds.buckets.clear()

@@ -58,6 +58,13 @@ class Local(Coordinator):
         """There is nothing to say of ranks."""
         return
 
+    def compare_samples(self, samples: int) -> None:
+        """All samples are here."""
+
+    def first_sample(self, total: int) -> int:
+        """All samples are here."""
+        return 0
+
     # --- before the step ------------------------------------------------------------------------
 
     def expect(self, coming: Callable[[], Due], moment: Callable[[], Moment]) -> None:

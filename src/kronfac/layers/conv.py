@@ -41,6 +41,12 @@ class ConvLayer(Layer):
         return MapRows(self._batched(grad), self.module.groups)
 
     @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        """See :attr:`Layer.overlaps`."""
+        pairs = zip(self.module.kernel_size, self.module.stride, strict=True)
+        return any(size > stride for size, stride in pairs)
+
+    @property
     def geometry(self) -> Hashable:
         """See :attr:`Layer.geometry`."""
         module = self.module

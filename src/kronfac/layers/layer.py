@@ -35,6 +35,8 @@ class Layer(ABC):
     unit_wise = False
     #: Whether each row picks a column of the weight (embeddings), which makes ``A`` diagonal.
     picks_columns = False
+    #: Whether the rows of neighbouring positions consist of the same inputs, for the most part.
+    overlaps = False
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward pass.
     keeps_inputs = False
 

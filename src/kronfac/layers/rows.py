@@ -27,8 +27,16 @@ from kronfac.linalg.patches import (
     patch_sums,
     patch_total,
     patches,
+    patches_at,
 )
 from kronfac.linalg.sliding import patch_covariance
+
+
+def _at(rows: Tensor, positions: Tensor) -> Tensor:
+    """Rows at some positions of each sample: ``[*b, N, S, d]`` and ``[N, P]`` give ``[*b, N, P, d]``."""
+    samples = torch.arange(rows.shape[-3], device=rows.device)[:, None]
+    found: Tensor = rows[..., samples, positions.to(rows.device), :]
+    return found
 
 
 class Rows(ABC):
@@ -70,6 +78,23 @@ class Rows(ABC):
     def part(self, start: int, stop: int) -> Rows:
         """The rows of samples from ``start`` to ``stop``."""
         return DenseRows(self.dense()[..., start:stop, :, :])
+
+    def every(self, start: int, stride: int) -> Rows:
+        """The rows of every so many samples, from one on."""
+        return DenseRows(self.dense()[..., start::stride, :, :])
+
+    def some_positions(self, start: int, stride: int) -> Rows:
+        """``S // stride`` positions of each sample at this distance from each other.
+
+        Those of sample ``n`` begin at position ``start + n`` and go on from the first one at the end.
+        """
+        return DenseRows(_at(self.dense(), self._positions(start, stride)))
+
+    def _positions(self, start: int, stride: int) -> Tensor:
+        """Numbers of these positions, ``[N, S // stride]``."""
+        samples = torch.arange(self.samples)[:, None]
+        steps = torch.arange(self.positions // stride)[None]
+        return (start + samples + stride * steps) % max(1, self.positions)
 
     def beside(self, later: Rows) -> Rows:
         """These rows and, as further positions of the same samples, those of a later use."""
@@ -119,6 +144,14 @@ class DenseRows(Rows):
         """See :meth:`Rows.part`."""
         return DenseRows(self.rows[..., start:stop, :, :], self.ones)
 
+    def every(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.every`."""
+        return DenseRows(self.rows[..., start::stride, :, :], self.ones)
+
+    def some_positions(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.some_positions`."""
+        return DenseRows(_at(self.rows, self._positions(start, stride)), self.ones)
+
     def kept(self) -> Rows:
         """See :meth:`Rows.kept`."""
         return DenseRows(self.rows.clone(), self.ones)
@@ -164,6 +197,15 @@ class PatchRows(Rows):
         """See :meth:`Rows.part`."""
         return PatchRows(self.x[start:stop], self.window, self.ones)
 
+    def every(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.every`."""
+        return PatchRows(self.x[start::stride], self.window, self.ones)
+
+    def some_positions(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.some_positions`; other patches are not collected."""
+        where = self._positions(start, stride).to(self.x.device)
+        return DenseRows(patches_at(self.x, self.window, where), self.ones)
+
     def kept(self) -> Rows:
         """See :meth:`Rows.kept`; the input takes less memory than its patches."""
         return PatchRows(self.x.clone(), self.window, self.ones)
@@ -203,6 +245,16 @@ class MapRows(Rows):
     def part(self, start: int, stop: int) -> Rows:
         """See :meth:`Rows.part`."""
         return MapRows(self.x[start:stop], self.groups)
+
+    def every(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.every`; a copy has the layout that products are fast in."""
+        return MapRows(self.x[start::stride].clone(), self.groups)
+
+    def some_positions(self, start: int, stride: int) -> Rows:
+        """See :meth:`Rows.some_positions`."""
+        maps = self.x.flatten(2)
+        where = self._positions(start, stride).to(maps.device)[:, None, :]
+        return MapRows(maps.gather(2, where.expand(-1, maps.shape[1], -1)), self.groups)
 
     def kept(self) -> Rows:
         """See :meth:`Rows.kept`."""

@@ -81,19 +81,32 @@ def patches(x: Tensor, window: Window) -> Tensor:
     direct form (``taps`` copies of the input), used where the rows themselves are needed and where
     patches share nothing.
     """
-    dims = len(window.kernel)
-    view = zero_pad(x, window.padding)
-    for dim in range(dims):
-        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
-        view = view.unfold(2 + dim, reach, window.stride[dim])
-        view = view[..., :: window.dilation[dim]]
     samples, channels = x.shape[:2]
-    # [N, g·C, *out, *kernel] -> [N, *out, *kernel, g, C] -> [g, N, S, taps·C]
-    view = view.movedim(1, -1).unflatten(-1, (window.groups, -1)).movedim(-2, 0)
+    # [N, *out, *kernel, g·C] -> [N, *out, *kernel, g, C] -> [g, N, S, taps·C]
+    view = _unfolded(x, window).unflatten(-1, (window.groups, -1)).movedim(-2, 0)
     positions = math.prod(window.output_size(x.shape[2:]))
     width = window.taps * (channels // window.groups)
     rows: Tensor = view.reshape(window.groups, samples, positions, width)
     return rows if window.groups > 1 else rows[0]
+
+
+def patches_at(x: Tensor, window: Window, positions: Tensor) -> Tensor:
+    """The patches at some positions ``[N, P]`` of each sample only: ``[*b, N, P, taps·C]``."""
+    samples = torch.arange(x.shape[0], device=x.device)[:, None]
+    where = torch.unravel_index(positions, window.output_size(x.shape[2:]))
+    view = _unfolded(x, window)[(samples, *where)]  # [N, P, *kernel, g·C]
+    rows: Tensor = view.unflatten(-1, (window.groups, -1)).movedim(-2, 0).flatten(3)
+    return rows if window.groups > 1 else rows[0]
+
+
+def _unfolded(x: Tensor, window: Window) -> Tensor:
+    """All patches as a view of the padded input, ``[N, *out, *kernel, g·C]``."""
+    view = zero_pad(x, window.padding)
+    for dim in range(len(window.kernel)):
+        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
+        view = view.unfold(2 + dim, reach, window.stride[dim])
+        view = view[..., :: window.dilation[dim]]
+    return view.movedim(1, -1)
 
 
 def patch_gram(x: Tensor, window: Window, max_elements: int = 1 << 22) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import Interval
 from kronfac.adaptive.relative import Relative
-from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale
+from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale, RowsOption
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol.method import Defaults
 
@@ -30,6 +30,7 @@ class Common(TypedDict, total=False):
     trust_radius: float
     early_refresh: bool
     stagger: bool
+    rows: RowsOption
     loss_average: Literal["batch", "token"] | float | None
     include: Pattern | Sequence[Pattern] | None
     exclude: Pattern | Sequence[Pattern] | None
@@ -48,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "trust_radius": 1e-3,
     "early_refresh": True,
     "stagger": False,
+    "rows": "auto",
     "loss_average": "batch",
     "include": None,
     "exclude": None,

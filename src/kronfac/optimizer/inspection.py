@@ -101,7 +101,8 @@ class Inspection:
         update_bytes = sum(p.numel() * p.element_size() for p in held)
         ranks = preconditioner.coordinator.overview(states)
         remark = self._outputs.remark(preconditioner.options)
-        return describe(title, states, others, update_bytes, ranks, remark)
+        rows = preconditioner.rows.describe(states)
+        return describe(title, states, others, update_bytes, ranks, [*rows, *remark])
 
     def __repr__(self) -> str:
         return self.summary()

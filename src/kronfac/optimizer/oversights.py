@@ -16,6 +16,7 @@ from kronfac.optimizer.common import DEFAULTS
 from kronfac.options.advice import Advice
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.step.pipeline import Preconditioner
+from kronfac.step.sampled_rows import may_leave_out
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -50,6 +51,7 @@ def advise_on_arguments(advice: Advice, preconditioner: Preconditioner, base: Op
     advice.give("intervals", _intervals(preconditioner.schedules))
     for sentence in _without_effect(preconditioner.options, preconditioner.schedules):
         advice.give(sentence, sentence)
+    advice.give("rows", _rows_without_effect(preconditioner))
 
 
 def advise_on_step(advice: Advice, preconditioner: Preconditioner, base: Optimizer) -> None:
@@ -172,6 +174,16 @@ def _without_effect(options: Options, schedules: Schedules) -> Iterable[str]:
             )
     if options.stagger and schedules.get("refresh_every") == 1:
         yield "stagger=True has no effect with refresh_every=1: every layer is refreshed at every step."
+
+
+def _rows_without_effect(preconditioner: Preconditioner) -> str | None:
+    states, rows = preconditioner.layers.values(), preconditioner.options.rows
+    if rows in (None, "auto") or not states or any(map(may_leave_out, states)):
+        return None
+    return (
+        f"rows={rows!r} has no effect with {preconditioner.method.name}, whose statistics need all rows; "
+        "leave it out."
+    )
 
 
 # --- at a step ----------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def engine_options(method: Method, values: dict[str, Any], schedules: Schedules)
         trust_radius=values["trust_radius"],
         early_refresh=values["early_refresh"],
         stagger=values["stagger"],
+        rows=values["rows"],
         loss_average=values["loss_average"],
         include=as_patterns(values["include"], "include"),
         exclude=as_patterns(values["exclude"], "exclude"),

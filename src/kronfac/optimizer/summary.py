@@ -45,7 +45,7 @@ def describe(
     notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
     if notes:
         lines += ["Notes:", *notes]
-    lines += remark
+    lines += [_shorten(line, _WIDTH) for line in remark]
     lines += _left_out_lines(left_out)
     return "\n".join(lines)
 

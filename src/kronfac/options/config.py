@@ -23,6 +23,11 @@ ShareOf = Literal["mean", "trace"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
+#: Rows that statistics of a layer are taken from: a number, one that goes by its width, or all of them.
+RowsOption = int | Literal["auto"] | None
+
+#: No statistic is taken from fewer rows than this if there are more.
+LEAST_ROWS = 4096
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
@@ -48,6 +53,7 @@ class Options:
     exclude: tuple[Pattern, ...]
     on_missing: Missing
     max_grad_norm: float | None = None
+    rows: RowsOption = None
 
     @property
     def sampled(self) -> bool:
@@ -74,6 +80,8 @@ class Options:
         check_positive("trust_radius", self.trust_radius)
         if self.max_grad_norm is not None:
             check_positive("max_grad_norm", self.max_grad_norm)
+        if self.rows is not None and self.rows != "auto":
+            check_rows(self.rows)
         self._check_loss_average()
 
     def _check_loss_average(self) -> None:
@@ -210,6 +218,15 @@ def check_count(name: str, value: Any) -> None:
     """Raise unless ``value`` is a whole number of at least one."""
     if not is_real(value) or value != value // 1 or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+
+
+def check_rows(value: Any) -> None:
+    """Raise unless ``value`` is a number of rows that makes a statistic."""
+    if not is_real(value) or value != value // 1 or value < LEAST_ROWS:
+        raise ValueError(
+            f"rows={value!r} must be 'auto', a whole number of at least {LEAST_ROWS}, or None for all "
+            "rows."
+        )
 
 
 def check_scaler(value: Any) -> None:

@@ -65,6 +65,9 @@ class Block(ABC):
     #: sample's rows ``"summed"`` over positions and all uses in a pass; or all of its rows, ``"dense"``,
     #: of which patches and one-hot vectors are made only when the block asks for them.
     keeps: Literal["none", "summed", "dense"] = "none"
+    #: Which rows may be left out, since statistics are second moments over many of them: none, those of
+    #: whole ``"samples"``, or any ``"rows"`` (positions too).
+    leaves_out: Literal["nothing", "samples", "rows"] = "nothing"
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.
     undamped: bool = False

@@ -12,7 +12,10 @@ from torch import Tensor
 MAX_STEP = 2**40
 
 #: Whole numbers that we save, by the last part of their key, and how many of them.
-_WHOLE = {"step": 1, "last_factor": 1, "compared": 1, "dropped": 1, "interval": 3, "schedule": 6}
+_WHOLE = {
+    **{"step": 1, "last_factor": 1, "compared": 1, "dropped": 1},
+    **{"interval": 3, "schedule": 6, "stride": 4},
+}
 _REMEDY = "load another checkpoint"
 
 

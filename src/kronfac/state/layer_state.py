@@ -18,6 +18,7 @@ from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
 from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import Running
+from kronfac.statistics.sampled import Stride
 
 _OUTLAST_STATISTICS = (
     "solution",
@@ -32,7 +33,7 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks"),
+    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks", "stride"),
 }
 
 
@@ -57,6 +58,8 @@ class LayerState:
         self.broadcast = False
         self.broadcast_size = 0
         self.embeds_positions: bool | None = None
+        #: Which rows its statistics are taken from; ``None`` until that is settled.
+        self.stride: Stride | None = None
         #: How its step gets its length.
         self.rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.

@@ -17,6 +17,7 @@ from torch import Tensor
 from kronfac.protocol.block import Shape, fits
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.running import count_dtype
+from kronfac.statistics.sampled import Stride
 
 PREFIX = "kronfac."
 _NAMES, _SHAPES = f"{PREFIX}names", f"{PREFIX}shapes"
@@ -138,6 +139,10 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
     entry |= state.buffers
     if state.broadcast:
         entry["broadcast"] = torch.tensor(state.broadcast_size, dtype=torch.int64, device="cpu")
+    if state.block.leaves_out != "nothing":
+        fixed = state.stride or Stride(0, 0, 0)
+        numbers = [fixed.target, fixed.samples, fixed.positions, fixed.total]
+        entry["stride"] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
@@ -199,6 +204,7 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()
+    state.stride = None
     entry = _own_part(state, entry)
     if "schedule" not in entry:
         return
@@ -225,6 +231,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     _load_compared(state, entry)
     state.broadcast = "broadcast" in entry
     state.broadcast_size = int(entry["broadcast"]) if state.broadcast else 0
+    numbers = entry["stride"].tolist() if "stride" in entry else [0]
+    state.stride = Stride(*numbers) if min(numbers[:3]) > 0 else None
     for name in state.buffer_shapes:
         if name in entry and state.is_worker:
             state.buffers[name] = read(name, dtype)

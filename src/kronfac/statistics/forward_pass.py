@@ -9,10 +9,15 @@ from kronfac.statistics.running import count_dtype
 
 
 class Pass:
-    """One outermost forward: its number of samples, and of loss terms once that is known."""
+    """One outermost forward: its number of samples, and of loss terms once that is known.
 
-    def __init__(self, samples: int) -> None:
+    ``first`` is the number of its first sample among those of the step on this rank.
+    """
+
+    def __init__(self, samples: int, first: int = 0, step: int = 0) -> None:
         self.samples = samples
+        self.first = first
+        self.step = step
         self.terms: Tensor | None = None
         #: Dimensions and width of scores whose gradient is seen at the product that made them only.
         self.hidden_scores: tuple[int, int] | None = None
@@ -52,3 +57,31 @@ class Pass:
         """Take a factor out of the gradient at the outputs."""
         if self.output_gradient is not None:
             self.output_gradient = self.output_gradient / scale.to(self.output_gradient.device)
+
+
+class Passes:
+    """Makes the passes of a step, which number its samples."""
+
+    def __init__(self) -> None:
+        self._implicit: dict[int, Pass] = {}
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Count the samples of a step from its first one on."""
+        self._step, self._samples = step, 0
+
+    def new(self, samples: int) -> Pass:
+        """The next pass of the step."""
+        made = Pass(samples, self._samples, self._step)
+        self._samples += samples
+        return made
+
+    def implicit(self, index: int, samples: int) -> Pass:
+        """The n-th pass of layers that are called outside the model's forward."""
+        if index not in self._implicit:
+            self._implicit[index] = self.new(samples)
+        return self._implicit[index]
+
+    def forget_implicit(self) -> None:
+        """Begin such passes again."""
+        self._implicit.clear()

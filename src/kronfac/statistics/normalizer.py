@@ -9,6 +9,9 @@ from torch import Tensor
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.running import new_count
 
+#: All rows of every pass were chosen.
+_ALL: Mapping[Pass, float] = {}
+
 
 class Normalizer:
     """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
@@ -45,12 +48,16 @@ class Normalizer:
         """Factor that turns sums of loss gradients into sums of per-sample gradients."""
         return 1.0 if self.unscaled else self.samples**degree
 
-    def count(self, finite: Mapping[Pass, Tensor]) -> Tensor:
-        """``N`` times the share of samples in passes that this layer saw and that were finite."""
+    def count(self, finite: Mapping[Pass, Tensor], shares: Mapping[Pass, float] = _ALL) -> Tensor:
+        """``N`` times the share of samples in passes that this layer saw and that were finite.
+
+        ``shares`` are those of rows that were chosen, by pass, where they are not all of them.
+        """
         device = next(iter(finite.values())).device
         forward_pass = new_count(0.0, device)
         for one, flag in finite.items():
-            forward_pass = forward_pass + flag.to(forward_pass.dtype) * self._weight(one)
+            weight = self._weight(one) * shares[one] if one in shares else self._weight(one)
+            forward_pass = forward_pass + flag.to(forward_pass.dtype) * weight
         if isinstance(self.loss_average, str):
             return forward_pass
         return forward_pass * (self.samples / max(self._total, 1.0))

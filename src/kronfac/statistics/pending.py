@@ -13,7 +13,7 @@ from kronfac.layers.rows import DenseRows, Rows
 from kronfac.protocol.block import Block, Context, Tensors
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
-from kronfac.statistics.running import count_dtype
+from kronfac.statistics.running import count_dtype, new_count
 
 _generations = itertools.count()
 
@@ -50,6 +50,10 @@ class Pending:
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         self.calls = 0
+        #: By pass, rows of the input side and how many samples they are grouped by; chosen rows of the
+        #: output side and all of them, if not all are chosen.
+        self.whole: dict[Pass, tuple[int, int]] = {}
+        self.chosen: dict[Pass, tuple[int, int]] = {}
         #: How often each side has been observed since it was last cleared, and a number of that time.
         self.versions = {"input": 0, "output": 0, "gradient": 0}
         self.generations = dict.fromkeys(self.versions, next(_generations))
@@ -102,6 +106,34 @@ class Pending:
         self._accumulate(contributions)
         before = self.finite.get(forward_pass)
         self.finite[forward_pass] = finite if before is None else before | finite
+
+    def count_whole(self, rows: Rows, forward_pass: Pass) -> None:
+        """Count the rows of one call's input side, or its samples if their positions stay together."""
+        found, entries = self.whole.get(forward_pass, (0, 0))
+        size = rows.samples * (rows.positions if self.block.leaves_out == "rows" else 1)
+        self.whole[forward_pass] = (found + size, entries + rows.samples)
+
+    def count_chosen(self, chosen: Rows | None, rows: Rows, forward_pass: Pass) -> None:
+        """Count how many rows of one call's output side were chosen."""
+        found, whole = self.chosen.get(forward_pass, (0, 0))
+        if chosen is not None:
+            found += chosen.samples * chosen.positions
+        self.chosen[forward_pass] = (found, whole + rows.samples * rows.positions)
+
+    def skip_input(self, device: torch.device) -> None:
+        """Take note of a call of which no row was chosen."""
+        self.versions["input"] += 1
+        self.rows = new_count(0.0, device) if self.rows is None else self.rows
+
+    def skip_output(self, forward_pass: Pass, device: torch.device) -> None:
+        """The same for the output side."""
+        self.versions["output"] += 1
+        nothing = torch.zeros((), dtype=torch.bool, device=device)
+        self.finite.setdefault(forward_pass, nothing)
+
+    def _shares(self) -> dict[Pass, float]:
+        """The share of rows that were chosen, by pass, where that is not all of them."""
+        return {one: found / max(1, whole) for one, (found, whole) in self.chosen.items()}
 
     def add_gradient(self, contributions: Mapping[str, Tensor]) -> None:
         """Add what the gradient matrix and the weights of this step show."""
@@ -202,7 +234,7 @@ class Pending:
         scale = normalizer.scale(statistic.degree)
         fits = self._size(name, total).abs() * scale < torch.finfo(total.dtype).max * 2.0**-16
         kept = fits.to(total.dtype) * scale
-        count = normalizer.count(self.finite) * fits
+        count = normalizer.count(self.finite, self._shares()) * fits
         if in_place and self.dropped is not None:
             self.dropped = self.dropped + ~fits
         return (total.mul_(kept) if in_place else total * kept), count
@@ -239,6 +271,7 @@ class Pending:
         self.versions["output"] = 0
         self.generations["output"] = next(_generations)
         self.finite.clear()
+        self.chosen.clear()
         self.held_outputs.clear()
         self.summed.clear()
         self.shared_sums.clear()
@@ -258,6 +291,7 @@ class Pending:
         self.clear_outputs()
         self.sums.clear()
         self.held_inputs.clear()
+        self.whole.clear()
         self.rows = self.gradients = None
         self.calls = 0
         self.versions["input"] = self.versions["gradient"] = 0

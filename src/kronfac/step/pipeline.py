@@ -39,6 +39,7 @@ from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
 from kronfac.step.random_seeds import RandomSeeds
+from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
 from kronfac.step.transforms import Momentum
@@ -89,6 +90,7 @@ class Preconditioner:
         self.reasons: dict[str, str] = {}
         self.counters: dict[str, int | Tensor] = {}
         self.random = RandomSeeds()
+        self.rows = SampledRows(options.rows)
         self.detached = False
         self.coordinator: Coordinator = Local(self.phases)
         self._updates = Updates(options, schedules, self.transforms, self.phases)
@@ -219,7 +221,7 @@ class Preconditioner:
     def advance(self) -> None:
         """Count a completed step."""
         self.clock.step += 1
-        self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self._announce()
 
     def reschedule(self) -> None:
@@ -284,6 +286,7 @@ class Preconditioner:
             self._unobserved.report(states)
         if self.method.needs_observe:
             self._unobserved.check_outputs(self.method.name, self.capture.passes)
+        self.rows.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = self._normaliser()
         self.coordinator.settle_broadcast(states, normalizer)
@@ -433,7 +436,7 @@ class Preconditioner:
     def load_entries(self, names: Names, entries: Entries) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start again."""
         saving.load(self, names, entries)
-        self.capture.begin_step(self.clock.factor_due() and not self.detached)
+        self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self.coordinator.restart()
         self._announce()
 

@@ -87,6 +87,7 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
     for (parameter, _), state in preconditioner.layers.items():
         checkpoint.load_layer(state, entries.get(names[parameter], {}))
+    preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
     damping = preconditioner.schedules.adaptive("damping")
     if damping is not None:
         damping.resume(entries.values())

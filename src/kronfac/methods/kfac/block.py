@@ -74,6 +74,8 @@ class KFACBlock(Block):
         self.dtype = dtype
         self.power = power
         self.keeps = "summed" if per_sample else "none"
+        if not picks_columns:
+            self.leaves_out = "samples" if per_sample else "rows"
         self.picks_columns = picks_columns
         dense_input = d_in <= max_dim and not picks_columns
         self.forms: dict[str, Form] = {"A": "dense" if dense_input else "diagonal"}

@@ -54,6 +54,9 @@ class KFAC(Preconditioned):
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,
             8, ... of the first interval.
         stagger: spread refreshes over the interval, so that no step is a spike.
+        rows: about how many rows (positions of samples) a layer's statistics are taken from at a factor
+            step, over all ranks and micro-batches: a number from 4096 on, ``None`` for all of them, or
+            ``"auto"``, 4096 or 8 times the width of the layer's wider side if that is more.
         max_dim: a side wider than this keeps only its diagonal.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,10 @@ CHUNK = 1 << 22
 
 class PairedBlock(KFACBlock):
     """K-FAC that looks at both sides of a few samples at a time, so that memory stays bounded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.leaves_out = "nothing"
 
     def observe_pair(
         self, inputs: Rows, outputs: Rows, context: Context = NOTHING

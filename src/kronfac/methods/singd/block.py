@@ -70,6 +70,8 @@ class SINGDBlock(Block):
         self.kfac_like = kfac_like
         self.picks_columns = picks_columns
         self.keeps = "summed" if per_sample else "none"
+        if not picks_columns:
+            self.leaves_out = "samples" if per_sample else "rows"
         self.solution_dtype = state_dtype
         names = dict.fromkeys(one.name for one in structures.values())
         self.label = ", ".join(["inverse-free", *names])

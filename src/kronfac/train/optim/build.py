@@ -120,8 +120,9 @@ def _method(
     for option in SCHEDULED:
         if option in own:
             own[option] = as_callable(option, own[option], timetable)
-    if own.get("rescale") == "none":  # TOML knows no None
-        own["rescale"] = None
+    for option, word in (("rescale", "none"), ("rows", "all")):  # TOML knows no None
+        if own.get(option) == word:
+            own[option] = None
     if isinstance(own.get("distribute"), float):
         own["distribute"] = Hybrid(own["distribute"])
     if kind == "text":
