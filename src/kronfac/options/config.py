@@ -23,11 +23,13 @@ ShareOf = Literal["mean", "trace"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
+Products = Literal["auto", "float32"]
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
     "rescale": (None, *get_args(Rescale)),
     "on_missing": ("warn", "raise", "ignore"),
+    "products": get_args(Products),
 }
 
 
@@ -48,11 +50,17 @@ class Options:
     exclude: tuple[Pattern, ...]
     on_missing: Missing
     max_grad_norm: float | None = None
+    products: Products = "auto"
 
     @property
     def sampled(self) -> bool:
         """Whether output gradients come from ``observe()`` and not from the loss."""
         return self.fisher in ("mc", "exact")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether products may be in bfloat16 where the hardware is faster at them."""
+        return self.products == "auto"
 
     @property
     def step_bound(self) -> float | None:

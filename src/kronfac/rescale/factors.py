@@ -100,7 +100,9 @@ def column_factors(update: Update) -> Tensor:
     return _ratio(torch.full_like(norms, math.sqrt(update.after.shape[-2])), norms)
 
 
-def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[Update]:
+def orthogonal_steps(
+    rules: Sequence[Rule], updates: Sequence[Update], narrow: bool = False
+) -> list[Update]:
     """The nearest orthogonal matrix in place of the steps with that rule; small equal ones together."""
     found: dict[int, Tensor] = {}
     alike: dict[Hashable, list[int]] = {}
@@ -112,7 +114,7 @@ def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[U
         alike.setdefault((after.shape, after.dtype, after.device, alone), []).append(index)
     for indices in alike.values():
         steps = torch.stack([updates[index].known(updates[index].after) for index in indices])
-        found |= dict(zip(indices, nearest_orthogonal(steps).unbind(), strict=True))
+        found |= dict(zip(indices, nearest_orthogonal(steps, narrow).unbind(), strict=True))
     return [
         replace(update, after=found[index]) if index in found else update
         for index, update in enumerate(updates)

@@ -123,7 +123,7 @@ class Updates:
     ) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
         rules = [state.rule for state, _ in updates]
-        steps = orthogonal_steps(rules, [update for _, update in updates])
+        steps = orthogonal_steps(rules, [update for _, update in updates], self.options.narrow)
         if (bound := self.options.step_bound) is not None:
             total = coordinator.add_up_layers(squared_step(steps), model)
             factor = bounded_factor(total, bound)
