@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kronfac.layers.rows import Rows
 from kronfac.linalg.narrow import matmul
+from kronfac.linalg.precision import full_precision
 from kronfac.linalg.solve import (
     cholesky_inverse,
     cholesky_inverse_share,
@@ -295,6 +296,7 @@ class KFACBlock(Block):
             return super().quadratic(solution, step)
         return (self._turn(solution, step).square() * self._eigenvalues(solution)).sum()
 
+    @full_precision
     def _turn(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """Express a matrix ``[*b, d_out, d_in]`` in the eigenbasis."""
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
