@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kronfac.linalg.precision import full_precision
+
 # Narrower strips, or more of them, would cost more in kernel calls than they save in products.
 _STRIP_WIDTH, _MAX_STRIPS = 128, 4
 
 
+@full_precision
 def gram(rows: Tensor) -> Tensor:
     """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``."""
     width = rows.shape[-1]
@@ -17,6 +20,7 @@ def gram(rows: Tensor) -> Tensor:
     return out
 
 
+@full_precision
 def bordered_gram(rows: Tensor) -> Tensor:
     """The same for rows that end with a one: ``[*b, R, d] -> [*b, d + 1, d + 1]``."""
     count, width = rows.shape[-2:]
@@ -49,6 +53,7 @@ def _strips(rows: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
+@full_precision
 def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
     """Return ``Σ x xᵀ`` over samples and positions: ``[N, g·C, *spatial] -> [*b, C, C]``.
 

@@ -1,4 +1,11 @@
-"""The nearest orthogonal matrix, by matrix products only."""
+"""The nearest orthogonal matrix, by matrix products only.
+
+Four steps ``X ← aX + bSX + cS²X`` with ``S = XXᵀ``, each the odd quintic whose largest distance from 1 is
+least on the interval in which the singular values are (Polar Express, Amsel et al. 2025). Before them the
+matrix is divided by ``‖S²‖_F^¼``, a bound of its largest singular value that costs no further product.
+For ``r`` equal singular values it is ``r^⅛`` too large; the Frobenius norm is ``r^½`` too large, which
+takes another step or two to make up for.
+"""
 
 from __future__ import annotations
 
@@ -8,88 +15,145 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Keller Jordan's quintic: small singular values grow by 3.4 per step, and all end between 0.68 and 1.13.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
+from kronfac.linalg.covariance import gram, gram_flops
+from kronfac.linalg.narrow import is_faster
+
+#: Singular values from this share of the bound on come close to 1; smaller ones end short of it.
+SMALLEST = 0.005
+#: How far above each interval a step still works: rounding, above all to bfloat16, may lead there.
+MARGIN = 1.05
+#: ``a``, ``b`` and ``c`` of each step.
+COEFFICIENTS = (
+    (7.913078, -21.138174, 14.198892),
+    (3.759868, -2.548231, 0.442069),
+    (3.132172, -2.145708, 0.403998),
+    (2.211970, -1.487165, 0.346380),
+)
+#: Where singular values end that were between :data:`SMALLEST` and 1.
+NEAREST, FARTHEST = 0.8776, 1.1224
+_STEPS = len(COEFFICIENTS)
+#: Single matrices from this width on are squared by the strips of a triangle.
+_STRIPED = 512
+
+Step = tuple[float, float, float]
 
 
-def nearest_orthogonal(matrices: Tensor) -> Tensor:
+def nearest_orthogonal(matrices: Tensor, narrow: bool = False) -> Tensor:
     """``U Vᵀ`` of ``U S Vᵀ``, approximately: singular values become close to 1, singular vectors stay.
 
     Args:
-        matrices: ``[*b, m, n]`` of any scale; zeros stay zeros. Singular values below a thousandth of the
-            Frobenius norm end short of 1.
+        matrices: ``[*b, m, n]`` of any scale; zeros stay zeros.
+        narrow: whether float32 matrices may be multiplied in bfloat16, where that is faster.
     """
-    return nearest_orthogonal_all([matrices])[0]
+    return nearest_orthogonal_all([matrices], narrow)[0]
 
 
-def nearest_orthogonal_all(stacks: Sequence[Tensor]) -> list[Tensor]:
+def nearest_orthogonal_all(stacks: Sequence[Tensor], narrow: bool = False) -> list[Tensor]:
     """The same for several stacks ``[*b, m, n]`` of one device and precision, in fewer operations."""
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
-    # Two divisions, because the squares of the largest and smallest floats overflow or underflow.
-    flat = _divided(_divided(flat, math.inf), 2)
-    return [_polar(x).reshape(stack.shape) for x, stack in zip(flat, stacks, strict=True)]
+    # The squares of the largest and smallest floats overflow or underflow.
+    flat = [x.contiguous() for x in _times_all(flat, _inverses(flat, math.inf, 1.0))]
+    dtypes = [_dtype(x, narrow) for x in flat]
+    squares = [_square(x.to(dtype)) for x, dtype in zip(flat, dtypes, strict=True)]
+    fourths = [_square(square) for square in squares]
+    # ‖S²‖_F^¼ bounds the largest singular value.
+    inverses = _inverses(fourths, 2.0, 0.25)
+    flat = _times_all(flat, inverses)
+    squares = _times_all(squares, [one**2 for one in inverses])
+    fourths = _times_all(fourths, [one**4 for one in inverses])
+    starts = zip(flat, squares, fourths, dtypes, strict=True)
+    return [
+        _polar(*start).to(stack.dtype).reshape(stack.shape)
+        for start, stack in zip(starts, stacks, strict=True)
+    ]
 
 
-def _divided(stacks: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Matrices divided by their norms; zeros stay zeros."""
-    norms = torch.stack(torch._foreach_norm([x for stack in stacks for x in stack], order))
-    norms = norms.clamp_(min=torch.finfo(norms.dtype).tiny).split([len(x) for x in stacks])
-    return [x / norm[:, None, None] for x, norm in zip(stacks, norms, strict=True)]
+def _dtype(x: Tensor, narrow: bool) -> torch.dtype:
+    """The precision of products of matrices ``[k, m, n]``."""
+    width = min(x.shape[-2:])
+    return torch.bfloat16 if narrow and is_faster(x, width, width, width) else x.dtype
 
 
-def _polar(x: Tensor) -> Tensor:
-    """``U Vᵀ`` of matrices ``[k, m, n]`` of norm 1."""
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = _small_products(x) if _is_wide(*x.shape[-2:]) else _large_products(x)
-    return x.mT if tall else x
+def _inverses(stacks: Sequence[Tensor], order: float, power: float) -> list[Tensor]:
+    """``‖X‖^-p`` of each matrix, ``[k, 1, 1]``; large but finite for zeros."""
+    dtype = torch.promote_types(stacks[0].dtype, torch.float32)
+    matrices = [x for stack in stacks for x in stack]
+    norms = torch.stack(torch._foreach_norm(matrices, order, dtype=dtype))
+    inverses = norms.clamp_(min=torch.finfo(dtype).tiny).pow_(-power)
+    return [one[:, None, None] for one in inverses.split([len(stack) for stack in stacks])]
 
 
-def _large_products(x: Tensor) -> Tensor:
-    """Each step on the matrix itself, ``[*b, m, n]``."""
-    first, third, fifth = _COEFFICIENTS
-    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
-    for _ in range(_STEPS):
-        square = torch.bmm(x, x.mT)
-        step = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
-        x = torch.baddbmm(x, step, x, beta=first)
-    return x.reshape(shape)
+def _times_all(stacks: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    return [x * factor.to(x.dtype) for x, factor in zip(stacks, factors, strict=True)]
 
 
-def _small_products(x: Tensor) -> Tensor:
-    """The same polynomial in ``S = X Xᵀ``, with which all steps commute: ``X`` is used only twice.
+def _polar(x: Tensor, square: Tensor, fourth: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``U Vᵀ`` of matrices ``[k, m, n]`` whose singular values are below 1, given ``S`` and ``S²``."""
+    m, n = x.shape[-2:]
+    taken = 0
+    for count in _stages(min(m, n), max(m, n), dtype != x.dtype):
+        if taken:
+            # Only now: what rounding adds to singular values that were zero has less far to grow.
+            x = x.to(dtype)
+            square, fourth = _square(x), None
+        x = _advance(x, square, fourth, COEFFICIENTS[taken : taken + count])
+        taken += count
+    return x
 
-    A step is ``a + R`` with ``R = bS + cS²``. The product of all steps so far, ``T ← (a + R)T``, and
-    the next ``S ← (a + R)S(a + R)`` lie side by side, so that one product begins both.
+
+def _advance(x: Tensor, square: Tensor, fourth: Tensor | None, steps: tuple[Step, ...]) -> Tensor:
+    """Some steps: one on the matrix itself, several as a polynomial in ``S``, with which all commute."""
+    if len(steps) == 1:
+        first, third, fifth = steps[0]
+        return _times(_polynomial(square, fourth, third, fifth), x, first)
+    total: Tensor | None = None
+    for number, (first, third, fifth) in enumerate(steps, 1):
+        step = _polynomial(square, fourth, third, fifth)
+        step.diagonal(dim1=-2, dim2=-1).add_(first)
+        total = step if total is None else step @ total
+        if number < len(steps):
+            square, fourth = (step @ square) @ step, None
+    assert total is not None
+    return _times(total, x, 0.0)
+
+
+def _polynomial(square: Tensor, fourth: Tensor | None, third: float, fifth: float) -> Tensor:
+    """``bS + cS²``."""
+    if fourth is None and _is_striped(*square.shape[-3:-1]):
+        fourth = _square(square)
+    if fourth is None:
+        return torch.baddbmm(square, square, square, beta=third, alpha=fifth)
+    return (third * square).add_(fourth, alpha=fifth)
+
+
+def _times(step: Tensor, x: Tensor, first: float) -> Tensor:
+    """``aX + PX``, or ``aX + XP`` for tall matrices: never transposed, since bfloat16 is slow at that."""
+    step = step.to(x.dtype)
+    left, right = (x, step) if x.shape[-2] > x.shape[-1] else (step, x)
+    return torch.baddbmm(x, left, right, beta=first) if first else torch.bmm(left, right)
+
+
+def _square(x: Tensor) -> Tensor:
+    """``XXᵀ``, or ``XᵀX`` if that is smaller; large ones from a triangle."""
+    rows = x if x.shape[-2] > x.shape[-1] else x.mT
+    if _is_striped(x.shape[0], rows.shape[-1]):
+        return gram(rows[0])[None]
+    return rows.mT @ rows
+
+
+def _is_striped(batch: int, width: int) -> bool:
+    return batch == 1 and width >= _STRIPED
+
+
+def _stages(m: int, n: int, narrow: bool) -> tuple[int, ...]:
+    """How many steps to take at once, for ``m <= n``.
+
+    In float32 all of them if that takes fewer operations, else one by one. In bfloat16 errors of a
+    polynomial in ``S`` add up in small singular values: after two steps it starts again.
     """
-    first, third, fifth = _COEFFICIENTS
-    shape, width = x.shape, x.shape[-2]
-    x = x.reshape(-1, *shape[-2:])
-    square = torch.bmm(x, x.mT)
-    rest = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
-    step = rest.clone()
-    step.diagonal(dim1=-2, dim2=-1).add_(first)
-    both = torch.cat([step, torch.bmm(step, square)], dim=-1)
-    for left in reversed(range(_STEPS - 1)):
-        total, half = both.split(width, dim=-1)
-        square = torch.baddbmm(half, half, rest, beta=first)
-        rest = torch.baddbmm(square, square, square, beta=third, alpha=fifth)
-        if left:
-            half.copy_(square)
-        else:  # there is no next square
-            both = total
-        both = torch.baddbmm(both, rest, both, beta=first)
-    return torch.bmm(both, x).reshape(shape)
-
-
-def _is_wide(m: int, n: int) -> bool:
-    """Whether small products take fewer operations, for ``m <= n``."""
-    return _wide_flops(m, n) < _square_flops(m, n)
-
-
-def _square_flops(m: int, n: int) -> int:
-    return _STEPS * (4 * m**2 * n + 2 * m**3)
+    if _wide_flops(m, n) >= _STEPS * (4 * m**2 * n + 2 * m**3):
+        return (1,) * _STEPS
+    return (_STEPS // 2, _STEPS - _STEPS // 2) if narrow else (_STEPS,)
 
 
 def _wide_flops(m: int, n: int) -> int:
@@ -97,8 +161,14 @@ def _wide_flops(m: int, n: int) -> int:
 
 
 def orthogonal_flops(*shape: int) -> int:
-    """Operations of :func:`nearest_orthogonal` for matrices of a shape ``*b, m, n``."""
-    *batch, m, n = shape
-    shorter, longer = min(m, n), max(m, n)
-    flops = _wide_flops if _is_wide(shorter, longer) else _square_flops
-    return math.prod(batch) * flops(shorter, longer)
+    """Operations of :func:`nearest_orthogonal` for matrices of a shape ``*b, m, n``, in float32."""
+    *batch, rows, columns = shape
+    count, m, n = math.prod(batch), min(rows, columns), max(rows, columns)
+    if not _is_striped(count, m):
+        large = _STEPS * (4 * m**2 * n + 2 * m**3)
+        return count * (large if len(_stages(m, n, False)) > 1 else _wide_flops(m, n))
+    squares = gram_flops(n, m), gram_flops(m, m)
+    if len(_stages(m, n, False)) > 1:
+        return _STEPS * (sum(squares) + 2 * m**2 * n)
+    products = 2 * m**2 * n + 6 * (_STEPS - 1) * m**3
+    return squares[0] + _STEPS * squares[1] + products

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kronfac.linalg.covariance import gram_flops
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
+from kronfac.linalg.precision import full_precision
 
 Interval = tuple[int, int]
 
@@ -54,6 +55,7 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
     return sliding_covariance(x, window) if slides else patch_gram(x, window)
 
 
+@full_precision
 def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     """Return what :func:`patch_covariance` returns, by sliding; the stride must be one."""
     size = tuple(x.shape[2:])

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kronfac.linalg.precision import full_precision
+
 _JITTER = 1e-6
 #: Number of columns of a symmetric product that are multiplied at once.
 _STRIP_WIDTH = 256
@@ -102,6 +104,7 @@ def share_rows(width: int, index: int, of: int) -> tuple[int, int]:
     return round(width * (index / of) ** (1 / 3)), round(width * ((index + 1) / of) ** (1 / 3))
 
 
+@full_precision
 def _inverse_from_rows(factor: Tensor, start: int, stop: int) -> Tensor:
     """``Σ wᵀw`` over the rows of ``W = L⁻¹`` from ``start`` to ``stop``."""
     result = factor.new_zeros(factor.shape)
@@ -168,6 +171,7 @@ def _retried(
     return solved and tuple(part.to(matrix.dtype).contiguous() for part in solved)
 
 
+@full_precision
 def _first(
     matrix: Tensor, attempt: Callable[[Tensor], tuple[Tensor, ...] | None]
 ) -> tuple[Tensor, ...] | None:

@@ -144,6 +144,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
+            "bfloat16": preconditioner.narrow_products(),
             "option": described(preconditioner.method.described() | vars(preconditioner.options)),
             "hyperparameter": described(preconditioner.schedules.values()),
             "distribute": repr(self._distribute),

@@ -10,7 +10,15 @@ import torch
 from kronfac.adaptive.damping import LevenbergMarquardt
 from kronfac.adaptive.interval import Interval
 from kronfac.adaptive.relative import Relative
-from kronfac.options.config import Fisher, Missing, Number, Pattern, Rescale, RowsOption
+from kronfac.options.config import (
+    Fisher,
+    Missing,
+    Number,
+    Pattern,
+    Products,
+    Rescale,
+    RowsOption,
+)
 from kronfac.placement.scheme import Distribute, Hybrid
 from kronfac.protocol.method import Defaults
 
@@ -37,6 +45,7 @@ class Common(TypedDict, total=False):
     on_missing: Missing
     grad_scaler: torch.amp.GradScaler | None
     max_grad_norm: float | None
+    products: Products
     distribute: str | Hybrid | Distribute
     process_group: Any
 
@@ -56,6 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "on_missing": "warn",
     "grad_scaler": None,
     "max_grad_norm": None,
+    "products": "auto",
     "distribute": "auto",
     "process_group": None,
 }

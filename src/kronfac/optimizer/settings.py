@@ -49,6 +49,7 @@ def engine_options(method: Method, values: dict[str, Any], schedules: Schedules)
         exclude=as_patterns(values["exclude"], "exclude"),
         on_missing=values["on_missing"],
         max_grad_norm=values["max_grad_norm"],
+        products=values["products"],
     )
     method.check(options)
     return options

@@ -23,6 +23,7 @@ ShareOf = Literal["mean", "trace"]
 #: How one layer's step gets its length; "solved" ones may still get a factor that all layers share.
 Rule = Literal["solved", "graft", "unit", "orthogonal", "columns", "channels"]
 Missing = Literal["warn", "raise", "ignore"]
+Products = Literal["auto", "float32"]
 #: Rows that statistics of a layer are taken from: a number, one that goes by its width, or all of them.
 RowsOption = int | Literal["auto"] | None
 
@@ -33,6 +34,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
     "rescale": (None, *get_args(Rescale)),
     "on_missing": ("warn", "raise", "ignore"),
+    "products": get_args(Products),
 }
 
 
@@ -54,11 +56,17 @@ class Options:
     on_missing: Missing
     max_grad_norm: float | None = None
     rows: RowsOption = None
+    products: Products = "auto"
 
     @property
     def sampled(self) -> bool:
         """Whether output gradients come from ``observe()`` and not from the loss."""
         return self.fisher in ("mc", "exact")
+
+    @property
+    def narrow(self) -> bool:
+        """Whether products may be in bfloat16 where the hardware is faster at them."""
+        return self.products == "auto"
 
     @property
     def step_bound(self) -> float | None:

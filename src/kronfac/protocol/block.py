@@ -80,6 +80,9 @@ class Block(ABC):
     solution_dtype: torch.dtype | None = None
     #: Tensors of the solution that have the precision of the statistics in any case.
     full_precision: frozenset[str] = frozenset()
+    #: Whether :meth:`precondition` may multiply in bfloat16 where that is faster and no error grows;
+    #: whoever drives the block sets it.
+    narrow: bool = False
     #: Whether :meth:`compress` or :meth:`solve` draws random numbers.
     draws: bool = False
 

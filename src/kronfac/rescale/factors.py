@@ -141,12 +141,14 @@ def column_factors(update: Update) -> Tensor:
     return _ratio(torch.full_like(norms, math.sqrt(update.after.shape[-2])), norms)
 
 
-def orthogonal_steps(rules: Sequence[Rule], updates: Sequence[Update]) -> list[Update]:
+def orthogonal_steps(
+    rules: Sequence[Rule], updates: Sequence[Update], narrow: bool = False
+) -> list[Update]:
     """The nearest orthogonal matrices in place of the steps with that rule."""
     steps = list(updates)
     for indices in _alike(updates, [i for i, rule in enumerate(rules) if rule == "orthogonal"]):
         stacks = [updates[index].known(updates[index].after) for index in indices]
-        for index, after in zip(indices, nearest_orthogonal_all(stacks), strict=True):
+        for index, after in zip(indices, nearest_orthogonal_all(stacks, narrow), strict=True):
             steps[index] = replace(updates[index], after=after)
     return steps
 

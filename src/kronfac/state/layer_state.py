@@ -40,11 +40,19 @@ _RESERVED = {
 class LayerState:
     """A layer, its block, and the tensors that the block works on."""
 
-    def __init__(self, layer: Layer, method: Method, transforms: Sequence[Transform] = ()) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        method: Method,
+        transforms: Sequence[Transform] = (),
+        narrow: bool = False,
+    ) -> None:
         self.layer = layer
         self.method = method
         self.view = ParameterView(layer)
         self.transforms = transforms
+        #: Whether its products may be in bfloat16.
+        self.narrow = narrow
         #: Whether rows could not be told apart by sample although the method wanted it.
         self.fell_back = False
         self.note = ""
@@ -70,6 +78,7 @@ class LayerState:
         """Start again with the layer's present shape: no statistics, no solution."""
         self.layer.renew()
         self.block = self.method.block(self.layer, grouped=not self.fell_back)
+        self.block.narrow = self.narrow
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
         self.solution: dict[str, Tensor] | None = None

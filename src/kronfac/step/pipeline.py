@@ -23,6 +23,7 @@ from kronfac.distributed.workload import Intervals
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
+from kronfac.linalg.narrow import in_words
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.checks import check_block
@@ -112,7 +113,7 @@ class Preconditioner:
         for layer, others in selection.layers.items():
             if layer.key in self.layers or layer.weight not in trained:
                 continue
-            state = LayerState(layer, self.method, self.transforms)
+            state = LayerState(layer, self.method, self.transforms, options.narrow)
             check_block(state.block)
             check_curvature(is_adaptive(self.schedules.get("damping")), [state])
             check_mean_curvature(schedules.relative_damping, [state])
@@ -164,6 +165,10 @@ class Preconditioner:
     def watched(self) -> list[Layer]:
         """Every layer that is watched."""
         return [state.layer for state in self.layers.values()]
+
+    def narrow_products(self) -> str:
+        """Whether layers are multiplied in bfloat16 here, in words."""
+        return in_words(self.options.narrow, (layer.weight for layer in self.watched()))
 
     # --- the step -------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class Updates:
     ) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
         rules = [group.states[0].rule for group, _ in updates]
-        steps = orthogonal_steps(rules, [update for _, update in updates])
+        steps = orthogonal_steps(rules, [update for _, update in updates], self.options.narrow)
         if (bound := self.options.step_bound) is not None:
             total = coordinator.add_up_layers(squared_step(steps), model)
             factor = bounded_factor(total, bound)

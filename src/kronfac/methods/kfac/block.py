@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from kronfac.layers.rows import Rows
+from kronfac.linalg.narrow import matmul
+from kronfac.linalg.precision import full_precision
 from kronfac.linalg.solve import (
     cholesky_inverse,
     cholesky_inverse_batch,
@@ -301,9 +303,8 @@ class KFACBlock(Block):
                 return right
             inverse = solution["G.inverse"]
             return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
-        return self._turn_back(
-            solution, self._turn(solution, gradient) / self._damped(solution, damping)
-        )
+        turned = self._turn(solution, gradient) / self._damped(solution, damping)
+        return self._turn_back(solution, turned, self.narrow)
 
     def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """See :meth:`Block.multiply`."""
@@ -317,17 +318,23 @@ class KFACBlock(Block):
             return super().quadratic(solution, step)
         return (self._turn(solution, step).square() * self._eigenvalues(solution)).sum()
 
+    @full_precision
     def _turn(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """Express a matrix ``[*b, d_out, d_in]`` in the eigenbasis."""
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
         turned = matrix if rotate_out is None else rotate_out.mT @ matrix
         return turned if rotate_in is None else turned @ rotate_in
 
-    def _turn_back(self, solution: Tensors, turned: Tensor) -> Tensor:
-        """Undo :meth:`_turn`."""
+    def _turn_back(self, solution: Tensors, turned: Tensor, rounded: bool = False) -> Tensor:
+        """Undo :meth:`_turn`; where products may be rounded to bfloat16, nothing divides them any more.
+
+        Before the division they may not: ``1/(v_G v_Aᵀ + γ)`` would amplify what the rounding of
+        directions of high curvature leaves in those of low curvature.
+        """
         rotate_in, rotate_out = solution.get("A.vectors"), solution.get("G.vectors")
-        turned = turned if rotate_in is None else turned @ rotate_in.mT
-        return turned if rotate_out is None else rotate_out @ turned
+        if rotate_in is not None:
+            turned = matmul(turned, rotate_in.mT, rounded)
+        return turned if rotate_out is None else matmul(rotate_out, turned, rounded)
 
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """See :meth:`Block.mean_curvature`; inverses have their damping in them."""
