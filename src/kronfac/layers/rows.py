@@ -35,7 +35,7 @@ from kronfac.linalg.sliding import patch_covariance
 def _at(rows: Tensor, positions: Tensor) -> Tensor:
     """Rows at some positions of each sample: ``[*b, N, S, d]`` and ``[N, P]`` give ``[*b, N, P, d]``."""
     samples = torch.arange(rows.shape[-3], device=rows.device)[:, None]
-    found: Tensor = rows[..., samples, positions.to(rows.device), :]
+    found: Tensor = rows[..., samples, positions, :]
     return found
 
 
@@ -88,12 +88,13 @@ class Rows(ABC):
 
         Those of sample ``n`` begin at position ``start + n`` and go on from the first one at the end.
         """
-        return DenseRows(_at(self.dense(), self._positions(start, stride)))
+        rows = self.dense()
+        return DenseRows(_at(rows, self._positions(start, stride, rows.device)))
 
-    def _positions(self, start: int, stride: int) -> Tensor:
+    def _positions(self, start: int, stride: int, device: torch.device) -> Tensor:
         """Numbers of these positions, ``[N, S // stride]``."""
-        samples = torch.arange(self.samples)[:, None]
-        steps = torch.arange(self.positions // stride)[None]
+        samples = torch.arange(self.samples, device=device)[:, None]
+        steps = torch.arange(self.positions // stride, device=device)[None]
         return (start + samples + stride * steps) % max(1, self.positions)
 
     def beside(self, later: Rows) -> Rows:
@@ -150,7 +151,9 @@ class DenseRows(Rows):
 
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`."""
-        return DenseRows(_at(self.rows, self._positions(start, stride)), self.ones)
+        return DenseRows(
+            _at(self.rows, self._positions(start, stride, self.rows.device)), self.ones
+        )
 
     def kept(self) -> Rows:
         """See :meth:`Rows.kept`."""
@@ -203,7 +206,7 @@ class PatchRows(Rows):
 
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`; other patches are not collected."""
-        where = self._positions(start, stride).to(self.x.device)
+        where = self._positions(start, stride, self.x.device)
         return DenseRows(patches_at(self.x, self.window, where), self.ones)
 
     def kept(self) -> Rows:
@@ -253,7 +256,7 @@ class MapRows(Rows):
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`."""
         maps = self.x.flatten(2)
-        where = self._positions(start, stride).to(maps.device)[:, None, :]
+        where = self._positions(start, stride, maps.device)[:, None, :]
         return MapRows(maps.gather(2, where.expand(-1, maps.shape[1], -1)), self.groups)
 
     def kept(self) -> Rows:

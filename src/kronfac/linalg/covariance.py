@@ -9,11 +9,15 @@ from kronfac.linalg.precision import full_precision
 
 # Narrower strips, or more of them, would cost more in kernel calls than they save in products.
 _STRIP_WIDTH, _MAX_STRIPS = 128, 4
+#: Products with fewer operations than this are one kernel on devices other than processors.
+_ONE_KERNEL = 2**34
 
 
 @full_precision
 def gram(rows: Tensor) -> Tensor:
     """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``."""
+    if len(_strips(rows.shape[-2], rows.shape[-1], rows.device)) == 1:
+        return rows.mT @ rows
     width = rows.shape[-1]
     out = rows.new_empty(*rows.shape[:-2], width, width)
     _gram_into(out, rows)
@@ -26,19 +30,21 @@ def bordered_gram(rows: Tensor) -> Tensor:
     count, width = rows.shape[-2:]
     out = rows.new_empty(*rows.shape[:-2], width + 1, width + 1)
     _gram_into(out[..., :width, :width], rows)
-    _fill_border(out, rows.sum(-2), count)
+    torch.sum(rows, -2, out=out[..., -1, :-1])
+    _fill_border(out, count)
     return out
 
 
 def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
-    for start, stop in _strips(*rows.shape[-2:]):
+    for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
         if rows.dim() == 2:
             torch.mm(left, right, out=out[start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right
-        out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
+        if stop < rows.shape[-1]:
+            out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
 
 
 def gram_flops(rows: int, width: int) -> int:
@@ -46,9 +52,11 @@ def gram_flops(rows: int, width: int) -> int:
     return sum(2 * rows * (stop - start) * (width - start) for start, stop in _strips(rows, width))
 
 
-def _strips(rows: int, width: int) -> list[tuple[int, int]]:
+def _strips(rows: int, width: int, device: torch.device | None = None) -> list[tuple[int, int]]:
     """Ranges of columns; a single range where there are few rows to multiply."""
     count = min(width // _STRIP_WIDTH, _MAX_STRIPS) if 2 * rows >= width else 1
+    if device is not None and device.type != "cpu" and 2 * rows * width**2 < _ONE_KERNEL:
+        count = 1
     size = -(-width // max(count, 1))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
@@ -89,14 +97,15 @@ def bordered(covariance: Tensor, total: Tensor, count: float) -> Tensor:
     width = covariance.shape[-1]
     out = covariance.new_empty(*covariance.shape[:-2], width + 1, width + 1)
     out[..., :width, :width] = covariance
-    _fill_border(out, total, count)
+    out[..., -1, :-1] = total
+    _fill_border(out, count)
     return out
 
 
-def _fill_border(out: Tensor, total: Tensor, count: float) -> None:
-    out[..., :-1, -1] = total
-    out[..., -1, :-1] = total
-    out[..., -1, -1] = count
+def _fill_border(out: Tensor, count: float) -> None:
+    """Mirror the last row, and fill the corner."""
+    out[..., :-1, -1] = out[..., -1, :-1]
+    out[..., -1, -1].fill_(count)
 
 
 def with_ones(rows: Tensor) -> Tensor:

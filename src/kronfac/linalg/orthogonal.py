@@ -52,15 +52,14 @@ def nearest_orthogonal_all(stacks: Sequence[Tensor], narrow: bool = False) -> li
     """The same for several stacks ``[*b, m, n]`` of one device and precision, in fewer operations."""
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     # The squares of the largest and smallest floats overflow or underflow.
-    flat = [x.contiguous() for x in _times_all(flat, _inverses(flat, math.inf, 1.0))]
+    flat = _multiply(flat, _norms(flat, math.inf).reciprocal_())
     dtypes = [_dtype(x, narrow) for x in flat]
     squares = [_square(x.to(dtype)) for x, dtype in zip(flat, dtypes, strict=True)]
     fourths = [_square(square) for square in squares]
     # ‖S²‖_F^¼ bounds the largest singular value.
-    inverses = _inverses(fourths, 2.0, 0.25)
-    flat = _times_all(flat, inverses)
-    squares = _times_all(squares, [one**2 for one in inverses])
-    fourths = _times_all(fourths, [one**4 for one in inverses])
+    bounds = _norms(fourths, 2.0).pow_(-0.25)
+    flat, second = _multiply(flat, bounds), bounds * bounds
+    squares, fourths = _multiply(squares, second), _multiply(fourths, second * second)
     starts = zip(flat, squares, fourths, dtypes, strict=True)
     return [
         _polar(*start).to(stack.dtype).reshape(stack.shape)
@@ -74,17 +73,21 @@ def _dtype(x: Tensor, narrow: bool) -> torch.dtype:
     return torch.bfloat16 if narrow and is_faster(x, width, width, width) else x.dtype
 
 
-def _inverses(stacks: Sequence[Tensor], order: float, power: float) -> list[Tensor]:
-    """``‖X‖^-p`` of each matrix, ``[k, 1, 1]``; large but finite for zeros."""
+def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:
+    """Norms of all matrices one after the other, at least the smallest float."""
     dtype = torch.promote_types(stacks[0].dtype, torch.float32)
     matrices = [x for stack in stacks for x in stack]
     norms = torch.stack(torch._foreach_norm(matrices, order, dtype=dtype))
-    inverses = norms.clamp_(min=torch.finfo(dtype).tiny).pow_(-power)
-    return [one[:, None, None] for one in inverses.split([len(stack) for stack in stacks])]
+    return norms.clamp_(min=torch.finfo(dtype).tiny)
 
 
-def _times_all(stacks: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    return [x * factor.to(x.dtype) for x, factor in zip(stacks, factors, strict=True)]
+def _multiply(stacks: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+    """Each matrix times its factor, in the precision of the matrices."""
+    parts = factors.split([len(stack) for stack in stacks])
+    return [
+        torch.mul(x, one[:, None, None], out=torch.empty_like(x))
+        for x, one in zip(stacks, parts, strict=True)
+    ]
 
 
 def _polar(x: Tensor, square: Tensor, fourth: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -119,7 +122,7 @@ def _advance(x: Tensor, square: Tensor, fourth: Tensor | None, steps: tuple[Step
 
 def _polynomial(square: Tensor, fourth: Tensor | None, third: float, fifth: float) -> Tensor:
     """``bS + cS²``."""
-    if fourth is None and _is_striped(*square.shape[-3:-1]):
+    if fourth is None and _is_striped(len(square), square.shape[-1], square.device.type):
         fourth = _square(square)
     if fourth is None:
         return torch.baddbmm(square, square, square, beta=third, alpha=fifth)
@@ -136,13 +139,14 @@ def _times(step: Tensor, x: Tensor, first: float) -> Tensor:
 def _square(x: Tensor) -> Tensor:
     """``XXᵀ``, or ``XᵀX`` if that is smaller; large ones from a triangle."""
     rows = x if x.shape[-2] > x.shape[-1] else x.mT
-    if _is_striped(x.shape[0], rows.shape[-1]):
+    if _is_striped(x.shape[0], rows.shape[-1], x.device.type):
         return gram(rows[0])[None]
     return rows.mT @ rows
 
 
-def _is_striped(batch: int, width: int) -> bool:
-    return batch == 1 and width >= _STRIPED
+def _is_striped(batch: int, width: int, device: str = "cpu") -> bool:
+    """Whether a triangle saves time: on CPUs. Accelerators lose more to many small products."""
+    return device == "cpu" and batch == 1 and width >= _STRIPED
 
 
 def _stages(m: int, n: int, narrow: bool) -> tuple[int, ...]:

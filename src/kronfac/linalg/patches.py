@@ -133,7 +133,7 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
 
 def patch_total(x: Tensor, window: Window) -> Tensor:
     """Sum all patches over samples and positions: ``[N, g·C, *spatial] -> [*b, taps·C]``."""
-    return patch_sums(_sample_total(x), window).squeeze(-2)
+    return patches(_sample_total(x), window).sum(-2).squeeze(-2)
 
 
 def _sample_total(x: Tensor) -> Tensor:

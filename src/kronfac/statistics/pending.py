@@ -27,6 +27,21 @@ class Summed:
     passes: dict[Pass, None]
 
 
+@dataclass
+class Unscreened:
+    """The first contributions of a side, of which nobody knows yet whether they are finite."""
+
+    values: Mapping[str, Tensor]
+    #: How many rows they have (inputs), or the pass that they belong to (outputs).
+    rows: int | Tensor = 0
+    forward_pass: Pass | None = None
+
+
+def largest_sum(dtype: torch.dtype) -> float:
+    """A contribution that is larger than this could overflow when others are added."""
+    return torch.finfo(dtype).max * 2.0**-16
+
+
 def context_of(forward_pass: Pass, solution: Tensors | None) -> Context:
     """What a block may know while it observes rows of a pass."""
     return Context(solution, forward_pass.outputs, forward_pass.output_gradient)
@@ -49,6 +64,8 @@ class Pending:
         self.shared_count: Tensor | None = None
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
+        #: By side; a step screens all layers at once, and whoever needs to know earlier does it alone.
+        self.unscreened: dict[str, Unscreened] = {}
         self.calls = 0
         #: By pass, rows of the input side and how many samples they are grouped by; chosen rows of the
         #: output side and all of them, if not all are chosen.
@@ -66,12 +83,13 @@ class Pending:
     @property
     def has_inputs(self) -> bool:
         """Whether the input side has observed anything."""
-        return self.rows is not None or bool(self.held_inputs)
+        return "input" in self.unscreened or self.rows is not None or bool(self.held_inputs)
 
     @property
     def has_outputs(self) -> bool:
         """Whether the output side has observed anything."""
-        return bool(self.finite or self.held_outputs or self.summed)
+        seen = "output" in self.unscreened
+        return seen or bool(self.finite or self.held_outputs or self.summed)
 
     def has_observed(self, name: str) -> bool:
         """Whether anything of a statistic has been observed."""
@@ -87,9 +105,17 @@ class Pending:
         if not contributions:
             return
         self.versions["input"] += 1
+        if self.rows is None and "input" not in self.unscreened:
+            self.unscreened["input"] = Unscreened(contributions, rows)
+            self._accumulate(contributions)
+            return
+        self.screen("input")
         finite = self._screen(contributions)
         self._accumulate(contributions)
-        counted = finite.to(count_dtype(finite.device)) * rows
+        self.count_rows(finite.to(count_dtype(finite.device)) * rows)
+
+    def count_rows(self, counted: Tensor) -> None:
+        """Count input rows that were finite."""
         self.rows = counted if self.rows is None else self.rows + counted
 
     def add_output(
@@ -102,6 +128,11 @@ class Pending:
         if share != 1:
             for name, value in contributions.items():
                 value.mul_(self.block.weight(name, share))
+        if not self.finite and "output" not in self.unscreened:
+            self.unscreened["output"] = Unscreened(contributions, forward_pass=forward_pass)
+            self._accumulate(contributions)
+            return
+        self.screen("output")
         finite = self._screen(contributions)
         self._accumulate(contributions)
         before = self.finite.get(forward_pass)
@@ -131,9 +162,21 @@ class Pending:
         nothing = torch.zeros((), dtype=torch.bool, device=device)
         self.finite.setdefault(forward_pass, nothing)
 
-    def _shares(self) -> dict[Pass, float]:
+    def shares(self) -> dict[Pass, float]:
         """The share of rows that were chosen, by pass, where that is not all of them."""
         return {one: found / max(1, whole) for one, (found, whole) in self.chosen.items()}
+
+    def screen(self, *sides: str) -> None:
+        """Find out whether the first contributions of some sides are finite."""
+        for side in sides:
+            first = self.unscreened.pop(side, None)
+            if first is None:
+                continue
+            finite = self._screen(first.values)
+            if first.forward_pass is None:
+                self.count_rows(finite.to(count_dtype(finite.device)) * first.rows)
+            else:
+                self.finite[first.forward_pass] = finite
 
     def add_gradient(self, contributions: Mapping[str, Tensor]) -> None:
         """Add what the gradient matrix and the weights of this step show."""
@@ -220,6 +263,7 @@ class Pending:
         ``in_place`` uses up what is pending. Output statistics need the normaliser; one that would
         overflow is dropped.
         """
+        self.screen("input", "output")
         total, statistic = self.sums.get(name), self.block.statistics[name]
         if name in self.shared_sums and self.shared_count is not None:
             return self._with_shared(name, normalizer)
@@ -232,9 +276,9 @@ class Pending:
         if normalizer is None or not self.finite:
             return None
         scale = normalizer.scale(statistic.degree)
-        fits = self._size(name, total).abs() * scale < torch.finfo(total.dtype).max * 2.0**-16
+        fits = self._size(name, total).abs() * scale < largest_sum(total.dtype)
         kept = fits.to(total.dtype) * scale
-        count = normalizer.count(self.finite, self._shares()) * fits
+        count = normalizer.count(self.finite, self.shares()) * fits
         if in_place and self.dropped is not None:
             self.dropped = self.dropped + ~fits
         return (total.mul_(kept) if in_place else total * kept), count
@@ -268,6 +312,7 @@ class Pending:
 
     def clear_outputs(self) -> None:
         """Forget the output side, as ``zero_grad`` forgets gradients."""
+        self.screen("output")  # what is dropped counts
         self.versions["output"] = 0
         self.generations["output"] = next(_generations)
         self.finite.clear()
@@ -288,6 +333,7 @@ class Pending:
 
     def clear(self) -> None:
         """Forget both sides."""
+        self.screen("input")
         self.clear_outputs()
         self.sums.clear()
         self.held_inputs.clear()

@@ -50,7 +50,12 @@ class Running:
     def _fading(self, decay: float) -> Tensor:
         assert self.sum is not None
         assert self.count is not None
-        return (_least_count(self.sum.dtype) / self.count).clamp(max=1).clamp(min=decay)
+        return self.fading(self.sum.dtype, self.count, decay)
+
+    @staticmethod
+    def fading(dtype: torch.dtype, counts: Tensor, decay: float) -> Tensor:
+        """Factors by which sums of a precision and their counts fade."""
+        return (_least_count(dtype) / counts).clamp(max=1).clamp(min=decay)
 
     def _occurred(self) -> Tensor | None:
         """What has ever occurred, where that matters."""

@@ -32,7 +32,7 @@ from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, rule_of
 from kronfac.state import state_dict as checkpoint
-from kronfac.state.fold import fold
+from kronfac.state.fold import fold, fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.normalizer import Normalizer
@@ -297,18 +297,19 @@ class Preconditioner:
         self.coordinator.settle_broadcast(states, normalizer)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
-            self._fold(state, normalizer, decay)
+            self._settle(state)
             state.has_new_statistics = True
+        fold_all(states, decay, normalizer)
         self.clock.mark_factor()
         self.count("factor_updates")
 
-    def _fold(self, state: LayerState, normalizer: Normalizer, decay: float) -> None:
+    def _settle(self, state: LayerState) -> None:
+        """Turn everything that was observed into contributions."""
         state.pending.settle(state.solution_in_use)
         self._observe_gradient(state, list(state.running))
         for name, running in state.running.items():
             if running.statistic.combine == "gather" and state.pending.has_observed(name):
                 running.gathered_at = self.clock.step
-            fold(state, name, decay, normalizer)
 
     def _observe_gradient(self, state: LayerState, names: Collection[str]) -> None:
         """Take in those statistics of a layer that its gradient and weights show."""
