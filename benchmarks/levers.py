@@ -20,6 +20,8 @@ from torch import Tensor
 from kronfac.linalg.narrow import supported
 from kronfac.linalg.orthogonal import nearest_orthogonal
 from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.separable import SeparableBlock
+from kronfac.protocol.block import Given
 
 #: Matrices of equal shape in each model: how many, rows, columns.
 SHAPES = {
@@ -98,7 +100,10 @@ def preconditioning(seconds: float, *shape: int) -> dict[str, Any]:
         values = torch.logspace(0, -3, width).expand(count, width)
         solution[f"{side}.vectors"] = torch.linalg.qr(torch.randn(count, width, width))[0]
         solution[f"{side}.values"] = values.contiguous()
-    gradient = torch.randn(shape)
+    # A gradient is large where curvature is.
+    roots = [solution[f"{side}.values"].sqrt() for side in "GA"]
+    gradient = torch.randn(shape) * roots[0][..., None] * roots[1][..., None, :]
+    gradient = solution["G.vectors"] @ gradient @ solution["A.vectors"].mT
     block = KFACBlock(
         shape[1:],
         torch.float32,
@@ -115,7 +120,15 @@ def preconditioning(seconds: float, *shape: int) -> dict[str, Any]:
         block.narrow = narrow
         return block.precondition(solution, gradient, 1e-4)
 
-    calls = {"float32": lambda: applied(False), "bfloat16 after": lambda: applied(True)}
+    pair = SeparableBlock(
+        shape[1:], torch.float32, max_dim=8192, output_factor=True, per_sample=False
+    )
+    inverses = pair.solve("inverse", Given({}, 1e-4, solved=solution)) or {}
+    calls = {
+        "float32": lambda: applied(False),
+        "bfloat16 after": lambda: applied(True),
+        "separable": lambda: pair.precondition(inverses, gradient, 1e-4),
+    }
     times = least_times(calls, seconds)
     return {
         name: {"ms": times[name], "error": float((call() - exact).norm() / exact.norm())}

@@ -149,6 +149,7 @@ OTHER_TENSORS: list[dict[str, Any]] = [
     {"solver": "eigen"},
     {"solver": "cholesky"},
     {"solver": "newton-schulz"},
+    {"solver": "separable"},
     {"sharing": "reduce"},
     {"momentum": 0.5},
     {"stagger": True},

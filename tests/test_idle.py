@@ -38,7 +38,7 @@ def train(model: nn.Module, optimizer: kronfac.KFAC, steps: int, second: bool) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton-schulz"])
+@pytest.mark.parametrize("solver", ["eigen", "separable", "cholesky", "newton-schulz"])
 def test_a_head_that_is_idle_for_long_does_not_stop_training(solver: str) -> None:
     torch.manual_seed(0)
     model = TwoHeads()

@@ -26,7 +26,7 @@ from tests.training import (
     step,
 )
 
-SOLVERS = ["eigen", "cholesky", "newton-schulz"]
+SOLVERS = ["eigen", "separable", "cholesky", "newton-schulz"]
 RESCALES = [None, "auto", "kl-clip", "trust-region", "graft", "unit", "orthogonal"]
 BAD = [float("nan"), float("inf"), -float("inf")]
 

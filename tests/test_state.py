@@ -156,6 +156,7 @@ def test_resume_with_staggered_refreshes(saved_after: int) -> None:
         {"rescale": "orthogonal"},
         {"solver": "cholesky"},
         {"solver": "newton-schulz"},
+        {"solver": "separable"},
         {"fisher": "forward"},
         {"fisher": "exact"},
         {"sharing": "reduce"},

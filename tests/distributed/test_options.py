@@ -45,6 +45,7 @@ CASES = [
     case("cnn", wrap={"static_graph": True}, steps=5),
     case("mlp", wrap={"bucket_cap_mb": 1e-4, "find_unused_parameters": True}, steps=5),
     case("cnn", rescale="trust-region", trust_radius=1e-5, base="sgd", momentum=0.9, steps=5),
+    case("cnn", solver="separable", steps=5),
 ]
 
 #: Each case runs under three of these; `-m slow` runs them all.

@@ -14,7 +14,7 @@ def check_block(block: Block) -> None:
         )
     for name, part in block.parts.items():
         sources = [block.statistics[one] for one in part.statistics]
-        if not sources:
+        if not sources and not part.after:
             raise ValueError(f"{block.label!r}: part {name!r} is solved from no statistic.")
         if part.every == "step" and not all(one.is_replicated for one in sources):
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
 from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.separable import SeparableBlock, applies
 from kronfac.methods.kfac.thermodynamic import (
     CovarianceBlock,
     LinearSystemsBlock,
@@ -22,9 +23,10 @@ from kronfac.protocol.transform import Transform
 
 Sharing = Literal["expand", "reduce"]
 SolverOption = (
-    Literal["auto", "eigen", "cholesky", "newton-schulz", "thermodynamic"] | Thermodynamic
+    Literal["auto", "eigen", "separable", "cholesky", "newton-schulz", "thermodynamic"]
+    | Thermodynamic
 )
-SOLVERS = ("auto", "eigen", "cholesky", "newton-schulz", "thermodynamic")
+SOLVERS = ("auto", "eigen", "separable", "cholesky", "newton-schulz", "thermodynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,10 @@ class KFACMethod(Method):
             made = CovarianceBlock if self.device.method == 1 else LinearSystemsBlock
             return made(shape, dtype, device=self.device, **common)
         solver: Any = self.solver if self.power == 1 else "eigen"
+        if solver == "separable":
+            if applies(shape, self.max_dim, self.output_factor) and not layer.picks_columns:
+                return SeparableBlock(shape, dtype, **common)
+            solver = "eigen"  # two products at most
         return KFACBlock(shape, dtype, solver=solver, **common)
 
 
