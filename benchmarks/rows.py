@@ -1,6 +1,6 @@
 """What statistics of some rows cost, and what training makes of them.
 
-    python benchmarks/rows.py [time] [quality] [--rounds 15] [--seeds 3]
+    python benchmarks/rows.py [time] [quality] [--rounds 5] [--seeds 2]
 
 `time`: seconds of observing both sides of all layers at a factor step, in turns, one thread: ResNet-20
 at batch 128 and the transformer of `_models.py` at batch 256, in multiples of what all rows cost.
@@ -89,8 +89,8 @@ def show_quality(seeds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=["time", "quality"])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     print(machine_line())
     results: dict[str, Any] = {}
