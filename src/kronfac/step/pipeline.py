@@ -23,7 +23,6 @@ from kronfac.distributed.workload import Intervals
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
-from kronfac.linalg.narrow import in_words
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.checks import check_block
@@ -165,10 +164,6 @@ class Preconditioner:
     def watched(self) -> list[Layer]:
         """Every layer that is watched."""
         return [state.layer for state in self.layers.values()]
-
-    def narrow_products(self) -> str:
-        """Whether layers are multiplied in bfloat16 here, in words."""
-        return in_words(self.options.narrow, (layer.weight for layer in self.watched()))
 
     # --- the step -------------------------------------------------------------------------------
 
