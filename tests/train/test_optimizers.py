@@ -11,12 +11,12 @@ from torch import nn
 
 from kronfac import KFAC
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Timetable
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.kfac_schedules import as_callable
 from kronfac.train.optim.muon import Composite, FlatMuon, hidden_weights
 from kronfac.train.recipe.options import check_options, kinds
 from kronfac.train.recipe.recipe import OptimizerPart
-from kronfac.train.timetable import Timetable
 from tests.methods import toys
 
 

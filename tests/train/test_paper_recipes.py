@@ -10,6 +10,7 @@ import torch
 import kronfac
 from kronfac.runs.errors import UserError
 from kronfac.runs.events import Recorder
+from kronfac.runs.timetable import Timetable
 from kronfac.train import models
 from kronfac.train.launch.ranks import Ranks
 from kronfac.train.optim import build as optimizers
@@ -20,7 +21,6 @@ from kronfac.train.run.checkpointing import collect, restore
 from kronfac.train.run.loop import Loop
 from kronfac.train.run.run import train
 from kronfac.train.run.setup import prepare
-from kronfac.train.timetable import Timetable
 from tests.training import assert_same
 
 PAPERS = [name for name in shipped() if name.startswith("papers/")]

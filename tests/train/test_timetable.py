@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kronfac.runs.errors import UserError
-from kronfac.train.timetable import Place, Timetable, sizes_of
+from kronfac.runs.timetable import Place, Timetable, sizes_of
 
 TABLES: dict[str, tuple[int, Any]] = {
     "one": (100, 32),

@@ -23,7 +23,6 @@ from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp, version
 from kronfac.distributed.distributed import Distributed
 from kronfac.layers.selection import outermost, plain_name, unwrap
-from kronfac.linalg.narrow import in_words
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
 from kronfac.optimizer.common import Common
@@ -50,6 +49,7 @@ from kronfac.step.validation import (
     check_rank,
     check_ranks,
     check_tensors,
+    narrow_products,
 )
 
 if dist.is_available():
@@ -140,13 +140,12 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
     def _fingerprint(self) -> dict[str, Any]:
         """What has to be the same on all ranks."""
         preconditioner = self._preconditioner
-        weights = [layer.weight for layer in preconditioner.watched()]
         return {
             "version": version("kronfac"),
             "torch": str(torch.__version__),
             "method": type(self).__name__,
             "base optimizer": type(self.base).__name__,
-            "bfloat16": in_words(preconditioner.options.narrow, weights),
+            "bfloat16": narrow_products(preconditioner.options, preconditioner.watched()),
             "option": described(preconditioner.method.described() | vars(preconditioner.options)),
             "hyperparameter": described(preconditioner.schedules.values()),
             "distribute": repr(self._distribute),

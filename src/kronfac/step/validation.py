@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronfac.layers import Layer
-from kronfac.options.config import ShareOf
+from kronfac.linalg.narrow import in_words
+from kronfac.options.config import Options, ShareOf
 from kronfac.state.layer_state import LayerState
 
 
@@ -235,3 +236,8 @@ def _refuse_deepspeed(value: object, role: str) -> None:
             f"the {role} is a {type(value).__name__} of DeepSpeed, which flattens parameters, so that "
             "layers no longer have gradients of their own; K-FAC needs those: train without DeepSpeed."
         )
+
+
+def narrow_products(options: Options, layers: Iterable[Layer]) -> str:
+    """Whether layers are multiplied in bfloat16 here, in words that ranks compare."""
+    return in_words(options.narrow, (layer.weight for layer in layers))

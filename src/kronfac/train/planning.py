@@ -11,12 +11,12 @@ from kronfac.optimizer.base import Preconditioned
 from kronfac.placement.costs import Link
 from kronfac.planner.choose import choose
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Timetable
 from kronfac.train import data, models
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim.composite import kfac_of
 from kronfac.train.recipe.options import methods
 from kronfac.train.recipe.recipe import Job, Recipe
-from kronfac.train.timetable import Timetable
 
 #: The largest cluster that can be planned; the cost of every rank is computed.
 _MOST_RANKS = 16_384

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Sizes, Timetable, sizes_of
 from kronfac.train.data.augment import Augmentation, Crop, augmentation
 from kronfac.train.data.prefetch import prefetch
 from kronfac.train.data.source import Batch, Drawn, RandomDecoding, Source
-from kronfac.train.timetable import Sizes, Timetable, sizes_of
 
 _ORDER, _AUGMENT = 0, 1  # two streams of random numbers
 

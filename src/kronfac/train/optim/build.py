@@ -14,12 +14,12 @@ from kronfac.layers.selection import unwrap
 from kronfac.methods.kfac.front import param_groups
 from kronfac.placement.scheme import Hybrid
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Timetable
 from kronfac.train.optim.composite import Composite
 from kronfac.train.optim.kfac_schedules import SCHEDULED, as_callable
 from kronfac.train.optim.muon import muon_with_adamw
 from kronfac.train.recipe.options import method_keys, methods
 from kronfac.train.recipe.recipe import OptimizerPart
-from kronfac.train.timetable import Timetable
 
 #: Packages that some kinds of optimizers come from.
 _PACKAGES = {"soap": "pytorch_optimizer"}

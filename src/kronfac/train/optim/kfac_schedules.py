@@ -12,7 +12,7 @@ from kronfac.adaptive.relative import Relative
 from kronfac.options.config import check_fraction, check_positive
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
-from kronfac.train.timetable import Timetable
+from kronfac.runs.timetable import Timetable
 
 #: Options that may be tables, and whether their values are whole numbers.
 SCHEDULED = {"damping": False, "factor_every": True, "refresh_every": True, "decay": False}

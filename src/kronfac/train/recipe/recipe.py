@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from kronfac.runs.errors import UserError
 from kronfac.runs.hints import advice
+from kronfac.runs.timetable import Sizes, Timetable, sizes_of
 from kronfac.train.recipe.options import check_options, kinds, methods, starting_line
 from kronfac.train.recipe.tables import fill, to_table
-from kronfac.train.timetable import Sizes, Timetable, sizes_of
 
 #: Keys of [train] that may also stand directly in the table of an optimizer.
 SHORT = ("epochs", "steps")

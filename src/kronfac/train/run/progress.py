@@ -13,9 +13,9 @@ from typing import Any, TextIO
 
 from kronfac.runs import output
 from kronfac.runs.events import Event
+from kronfac.runs.timetable import Timetable
 from kronfac.train.recipe.recipe import TrainPart
 from kronfac.train.run.result import Result
-from kronfac.train.timetable import Timetable
 
 #: Phases that are not K-FAC's own.
 _OTHERS = ("data", "forward_backward", "optimizer")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Timetable
 from kronfac.train.recipe.recipe import DataPart, Job, ModelPart, SchedulePart, TrainPart
 from kronfac.train.recipe.tables import defaults
 from kronfac.train.record.folder import RunFolder
-from kronfac.train.timetable import Timetable
 
 #: Keys of [train] that say what is aimed at.
 TARGETS = ("target", "target_loss")

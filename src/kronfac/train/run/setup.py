@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kronfac.runs.errors import UserError
+from kronfac.runs.timetable import Timetable, sizes_of
 from kronfac.train import data, models
 from kronfac.train.launch.ranks import Ranks
 from kronfac.train.optim import build as optimizers
 from kronfac.train.optim import schedules
 from kronfac.train.optim.build import Steppable
 from kronfac.train.recipe.recipe import Job, SchedulePart
-from kronfac.train.timetable import Timetable, sizes_of
 
 
 @dataclass
