@@ -68,17 +68,33 @@ class LayerState:
         self.embeds_positions: bool | None = None
         #: Which rows its statistics are taken from; ``None`` until that is settled.
         self.stride: Stride | None = None
-        #: How its step gets its length.
-        self.rule: Rule = "solved"
+        self._rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
         self.reset()
+
+    @property
+    def rule(self) -> Rule:
+        """How its step gets its length."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        self._rule = rule
+        self._allow_rounding()
+
+    def _allow_rounding(self) -> None:
+        """Round preconditioned steps if nothing follows that would amplify it.
+
+        Orthogonal steps make what rounding puts where singular values were zero 200 times as large.
+        """
+        self.block.narrow = self.narrow and self._rule != "orthogonal"
 
     def reset(self) -> None:
         """Start again with the layer's present shape: no statistics, no solution."""
         self.layer.renew()
         self.block = self.method.block(self.layer, grouped=not self.fell_back)
-        self.block.narrow = self.narrow
+        self._allow_rounding()
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
         self.solution: dict[str, Tensor] | None = None

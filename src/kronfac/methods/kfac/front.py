@@ -70,8 +70,8 @@ class KFAC(Preconditioned):
             steps this optimizer is found by itself.
         max_grad_norm: clip the norm of all gradients together to this, before they are preconditioned.
         products: ``"auto"`` multiplies large float32 matrices in bfloat16 where the hardware is faster at
-            it and nothing amplifies the rounding: orthogonal steps, and turning a step back from the
-            eigenbasis. ``"float32"`` never does.
+            it and nothing amplifies the rounding: for orthogonal steps, and to turn other steps back from
+            the eigenbasis. ``"float32"`` never does.
         distribute: how the work is shared out when there are several ranks: ``"auto"`` (the best of
             the others for this model and network, always with the same numbers), ``"replicated"``,
             ``"comm-opt"``, ``"mem-opt"``, :class:`kronfac.Hybrid`, ``"local"`` (statistics of the
