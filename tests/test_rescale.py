@@ -418,7 +418,8 @@ def test_momentum_leaves_parameters_that_are_not_preconditioned() -> None:
 def test_without_a_solution_the_gradient_passes_as_it_is(
     monkeypatch: pytest.MonkeyPatch, rescale: str | None
 ) -> None:
-    monkeypatch.setattr("kronfac.methods.kfac.block.eigen", lambda *_: None)
+    for name in ("eigen", "eigen_batch"):
+        monkeypatch.setattr(f"kronfac.methods.kfac.block.{name}", lambda *_: None)
     model = mlp()
     optimizer = frozen_kfac(model, momentum=0.9, rescale=rescale)
     applied(model, optimizer, batch(0))
