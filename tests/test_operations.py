@@ -77,16 +77,17 @@ class Counts:
 
 
 counts = functools.cache(Counts)
+NAMES = [pytest.param(n, marks=[pytest.mark.slow] * (n == "ViT-B")) for n in MODELS]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_ordinary_step_has_at_most_four_times_the_kernels_of_sgd(name: str) -> None:
     found = counts(name)
     assert found.ordinary.kernels.total() <= 4 * found.sgd.kernels.total()
     assert not found.ordinary.waits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_shape_has_at_most_twenty_products(name: str) -> None:
     found = counts(name)
     shapes = {state.layer.weight.shape for state in found.layers if not state.layer.unit_wise}
@@ -99,7 +100,7 @@ def test_a_shape_has_at_most_twenty_products(name: str) -> None:
 ADDED = {"ResNet-50": 4.75, "ViT-B": 1.75, "Llama": 0.6}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_statistics_add_a_bounded_share_of_kernels(name: str) -> None:
     found = counts(name)
     observing = found.observed.kernels.total() - found.passes.kernels.total()
@@ -107,7 +108,7 @@ def test_statistics_add_a_bounded_share_of_kernels(name: str) -> None:
     assert observing + folding <= ADDED[name] * found.passes.kernels.total()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_factor_step_waits_for_nothing(name: str) -> None:
     found = counts(name)
     assert not found.observed.waits

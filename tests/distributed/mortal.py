@@ -119,6 +119,7 @@ class Fate:
         self.watch(Collectives, "_start", "send")
         self.watch(Arrival, "wait", "wait")
         self.watch(KFACBlock, "solve", "solve")
+        self.watch(KFACBlock, "solve_batch", "solve")
         self.watch(KFACBlock, "solve_share", "solve")
         self.watch(ProcessGroup, "__init__", "build")
         last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
