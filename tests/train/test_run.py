@@ -582,7 +582,8 @@ def test_parameters_of_the_last_checkpoint_stay_finite(
 def test_curvature_that_cannot_be_solved_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from kronfac.methods.kfac.block import KFACBlock
 
-    monkeypatch.setattr(KFACBlock, "refresh", lambda *args: None)
+    for name in ("solve", "solve_batch"):
+        monkeypatch.setattr(KFACBlock, name, lambda *args: None)
     result = train(
         small.recipe(**{"optimizers.kfac.factor_every": 1, "optimizers.kfac.refresh_every": 1})
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.state import state_dict as checkpoint
+from kronfac.statistics.screening import screen_all
 
 if TYPE_CHECKING:
     from kronfac.step.pipeline import Preconditioner
@@ -21,6 +22,7 @@ Entries = dict[str, dict[str, Any]]
 def stats(preconditioner: Preconditioner) -> dict[str, Any]:
     """See :meth:`Preconditioner.stats`."""
     states = preconditioner.layers.values()
+    screen_all(state.pending for state in states)
     counters = {name: int(value) for name, value in preconditioner.counters.items()}
     return {
         "steps": preconditioner.clock.step,
