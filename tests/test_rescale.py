@@ -272,14 +272,14 @@ def test_steps_are_as_long_as_gradients_agree() -> None:
         recent += (logs[-1] - recent) / weight
         size = min(1.0, math.exp((recent - sum(logs) / len(logs)) / 2))
         age = 1 / math.sqrt(1 + (len(logs) - 1) / 100)
-        assert length == pytest.approx(2.7 * coherence * size * age, rel=1e-5)
+        assert length == pytest.approx(2.25 * coherence * size * age, rel=1e-5)
 
 
 def test_equal_gradients_agree_at_any_scale() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(3, 3)
     for scale in (1e-12, 1.0, 1e12):
-        expected = [2.7 / math.sqrt(1 + step / 100) for step in range(3)]
+        expected = [2.25 / math.sqrt(1 + step / 100) for step in range(3)]
         assert lengths_under([scale * gradient] * 3, 0.9) == pytest.approx(expected, rel=1e-5)
 
 
@@ -288,20 +288,20 @@ def test_steps_vanish_with_their_gradients() -> None:
     found = lengths_under([gradient * 0.5**step for step in range(20)], 0.0001)
     # The mean of the logarithms lags behind by half of what they have fallen.
     age = 1 / math.sqrt(1.19)
-    assert found[-1] == pytest.approx(2.7 * age * 0.5**9.5, rel=1e-3)
+    assert found[-1] == pytest.approx(2.25 * age * 0.5**9.5, rel=1e-3)
 
 
 def test_steps_do_not_grow_with_their_gradients() -> None:
     found = lengths_under([torch.eye(3) * 2.0**step for step in range(9)], 0.0001)
-    expected = [2.7 / math.sqrt(1 + step / 100) for step in range(9)]
+    expected = [2.25 / math.sqrt(1 + step / 100) for step in range(9)]
     assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_steps_of_steady_gradients_keep_a_third_of_their_length() -> None:
     found = lengths_under([torch.eye(3)] * 1000, 0.5)
-    assert found[99] == pytest.approx(2.7 / math.sqrt(1.99), rel=1e-5)
-    assert found[799] == pytest.approx(2.7 / math.sqrt(8.99), rel=1e-5)
-    assert found[-1] == pytest.approx(0.9, rel=1e-5)
+    assert found[99] == pytest.approx(2.25 / math.sqrt(1.99), rel=1e-5)
+    assert found[799] == pytest.approx(2.25 / math.sqrt(8.99), rel=1e-5)
+    assert found[-1] == pytest.approx(0.75, rel=1e-5)
 
 
 def test_gradients_that_cancel_make_no_step() -> None:
@@ -321,14 +321,14 @@ def test_rules_with_a_fixed_length_do_not_look_at_that(rescale: str) -> None:
 def test_one_huge_gradient_is_forgotten() -> None:
     gradients = [torch.full((3, 3), 1e25).float(), *[torch.eye(3).float()] * 200]
     torch.set_default_dtype(torch.float32)
-    steady = 2.7 / math.sqrt(3)
+    steady = 2.25 / math.sqrt(3)
     # One of 201 logarithms is 120 larger than the others.
     assert 0.7 * steady < lengths_under(gradients, 0.5)[-1] < steady
 
 
 def test_a_spike_between_others_changes_next_to_nothing() -> None:
     spike = [torch.eye(3)] * 50 + [1e6 * torch.eye(3)] + [torch.eye(3)] * 150
-    steady = 2.7 / math.sqrt(3)
+    steady = 2.25 / math.sqrt(3)
     assert lengths_under(spike, 0.5)[-1] == pytest.approx(steady, rel=1e-2)
 
 
@@ -336,14 +336,14 @@ def test_a_gradient_of_zero_is_not_remembered() -> None:
     gradients = [torch.eye(3)] * 5 + [0 * torch.eye(3)] + [torch.eye(3)] * 5
     found = lengths_under(gradients, 0.001)
     assert found[5] < 0.1 * found[4]
-    assert found[-1] == pytest.approx(2.7 / math.sqrt(1.09), rel=1e-3)
+    assert found[-1] == pytest.approx(2.25 / math.sqrt(1.09), rel=1e-3)
 
 
 def test_zeros_before_the_first_gradient_are_not_remembered() -> None:
     for scale in (1e-9, 1.0, 1e9):
         found = lengths_under([0 * torch.eye(3)] * 2 + [scale * torch.eye(3)] * 3, 0.001)
         assert found[:2] == [0.0, 0.0]
-        assert found[-1] == pytest.approx(2.7 / math.sqrt(1.02), rel=1e-3)
+        assert found[-1] == pytest.approx(2.25 / math.sqrt(1.02), rel=1e-3)
 
 
 def test_without_momentum_there_is_nothing_to_compare() -> None:

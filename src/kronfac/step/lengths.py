@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 #: Length of a first step, as a multiple of Muon's.
-FIRST = 2.7
+FIRST = 2.25
 #: Steps after which the length has fallen by √2, and the share that always remains.
 YOUNG, REMAINS = 100.0, 1 / 3
 #: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
