@@ -5,10 +5,8 @@
 An LSTM reads handwritten digits row by row (8 steps of 8 numbers). Its matrices become sums of Kronecker
 products of a sixteenth of the size, which are never formed. A trained matrix has no such structure, so
 the accuracy is lost at first and comes back by fine-tuning. K-FAC preconditions the factors, which are
-linear layers used at every step; AdamW does the same from the same start, for comparison.
+linear layers used at every step.
 """
-
-import copy
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,8 @@ from torch import Tensor, nn
 
 import kronfac
 
-HIDDEN, BATCH, TEST, STEPS = 64, 128, 400, 150
+HIDDEN, BATCH, TEST = 64, 64, 400
+WHOLE_STEPS, STEPS = 500, 200
 
 
 class Reader(nn.Module):
@@ -33,13 +32,15 @@ class Reader(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
-def train(
-    model: nn.Module, base: torch.optim.Optimizer, images: Tensor, labels: Tensor, *, kfac: bool
-) -> None:
-    optimizer = kronfac.KFAC(model, base, momentum=0.9, nesterov=True) if kfac else base
-    schedule = torch.optim.lr_scheduler.LinearLR(base, 1.0, 0.0, STEPS)
+def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, *, kfac: bool) -> None:
+    base: torch.optim.Optimizer
+    optimizer = base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kfac:
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = kronfac.KFAC(model, base, momentum=0.9, nesterov=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(base, 1.0, 0.0, steps)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         chosen = torch.randint(len(images), (BATCH,), generator=generator)
         optimizer.zero_grad()
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
@@ -59,6 +60,11 @@ def matrices(model: Reader) -> int:
     return sum(p.numel() for p in model.cell.parameters() if p.dim() == 2)
 
 
+def show(name: str, model: Reader, images: Tensor, labels: Tensor) -> None:
+    reached = accuracy(model, images, labels)
+    print(f"{name + ':':<16}{matrices(model):>6} parameters {reached:.1%}")
+
+
 def main() -> None:
     torch.manual_seed(0)
     digits = load_digits()
@@ -69,19 +75,14 @@ def main() -> None:
     test, rest = (images[:TEST], labels[:TEST]), (images[TEST:], labels[TEST:])
 
     whole = Reader()
-    train(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), *rest, kfac=False)
-    print(f"whole LSTM:        {matrices(whole):>6} parameters {accuracy(whole, *test):.1%}")
-
+    train(whole, *rest, WHOLE_STEPS, kfac=False)
+    show("whole LSTM", whole, *test)
     small = kronfac.nn.compress(whole, 16, exclude="head")
-    print(f"compressed:        {matrices(small):>6} parameters {accuracy(small, *test):.1%}")
-    with_adamw = copy.deepcopy(small)
-    train(with_adamw, torch.optim.AdamW(with_adamw.parameters(), lr=1e-2), *rest, kfac=False)
-    print(
-        f"tuned by AdamW:    {matrices(with_adamw):>6} parameters {accuracy(with_adamw, *test):.1%}"
-    )
-    train(small, torch.optim.SGD(small.parameters(), lr=0.1), *rest, kfac=True)
-    print(f"tuned by K-FAC:    {matrices(small):>6} parameters {accuracy(small, *test):.1%}")
-    print(small.cell)
+    show("compressed", small, *test)
+    train(small, *rest, STEPS, kfac=True)
+    show("fine-tuned", small, *test)
+    for name, product in (("input", small.cell.inputs[0]), ("state", small.cell.states[0])):
+        print(f"{name}: {product.extra_repr()}")
 
 
 if __name__ == "__main__":

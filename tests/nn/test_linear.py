@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kronfac
 from kronfac.nn import KroneckerLinear, nearest_kronecker, nearest_kronecker_sum
 from kronfac.nn.nearest import all_shapes, default_shapes, num_parameters, relative_error
-from tests.training import assert_close
+from tests import layer_oracles
+from tests.training import assert_close, factors
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -200,3 +201,26 @@ def test_kfac_preconditions_both_factors(terms: int) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 3)), ((2, 2), (6, 6)), ((6, 6), (2, 2))])
+def test_the_curvature_of_all_terms_is_that_of_one_linear_layer(shapes: object) -> None:
+    """What two terms do together counts too: the factors see the terms side by side."""
+    torch.manual_seed(0)
+    model = nn.Sequential(KroneckerLinear(12, 12, shapes=shapes, terms=2), nn.Linear(12, 4))
+    optimizer = kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(8, 12), torch.randint(4, (8,))
+
+    def loss(net: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(net(x), y)
+
+    expected = {
+        name: layer_oracles.linear_factors(model, name, loss, len(x))
+        for name in ("0.left", "0.right")
+    }
+    loss(model).backward()
+    optimizer.step()
+    for name, (a, g) in expected.items():
+        assert len(a) == model.get_submodule(name).in_features
+        assert_close(factors(optimizer, "A")[name], a)
+        assert_close(factors(optimizer, "G")[name], g)
