@@ -41,15 +41,37 @@ class LowRank(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Outputs at every time, the thin matrices one after the other."""
         seen = x @ self.rights[0].T @ self.lefts[0].T + self.biases[0] + self.biases[1]
-        h = c = x.new_zeros(len(x), self.hidden_size)
-        outputs = []
-        for at_time in seen.unbind(1):
-            gates = at_time + h @ self.rights[1].T @ self.lefts[1].T
-            takes, keeps, content, shows = gates.chunk(4, -1)
-            c = torch.sigmoid(keeps) * c + torch.sigmoid(takes) * torch.tanh(content)
-            h = torch.sigmoid(shows) * torch.tanh(c)
-            outputs.append(h)
-        return torch.stack(outputs, 1), None
+        return read(seen, lambda h: h @ self.rights[1].T @ self.lefts[1].T, self.hidden_size), None
+
+
+class Sparse(nn.Module):
+    """An LSTM whose matrices keep one entry of so many, as compressed rows; for its time only."""
+
+    def __init__(self, layer: nn.LSTM, factor: int) -> None:
+        super().__init__()
+        self.hidden_size = layer.hidden_size
+        self.matrices = [
+            torch.where(torch.rand(w.shape) < 1 / factor, w.detach(), 0.0).to_sparse_csr()
+            for w in (layer.weight_ih_l0, layer.weight_hh_l0)
+        ]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Outputs at every time."""
+        first, second = self.matrices
+        seen = (first @ x.flatten(0, 1).T).T.unflatten(0, x.shape[:2])
+        return read(seen, lambda h: (second @ h.T).T, self.hidden_size), None
+
+
+def read(seen: Tensor, product: Callable[[Tensor], Tensor], hidden: int) -> Tensor:
+    """Outputs of an LSTM at every time, from products with the input and a product with the state."""
+    h = c = seen.new_zeros(len(seen), hidden)
+    outputs = []
+    for at_time in seen.unbind(1):
+        takes, keeps, content, shows = (at_time + product(h)).chunk(4, -1)
+        c = torch.sigmoid(keeps) * c + torch.sigmoid(takes) * torch.tanh(content)
+        h = torch.sigmoid(shows) * torch.tanh(c)
+        outputs.append(h)
+    return torch.stack(outputs, 1)
 
 
 def nearest(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

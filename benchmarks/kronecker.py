@@ -5,9 +5,10 @@
 An LSTM reads Fashion-MNIST row by row (28 steps of 28 numbers). Its two matrices become a sum of
 Kronecker products (`kronfac.nn.compress`), a product of two thin matrices, or lose all but their largest
 entries bit by bit; each then has as many parameters and is fine-tuned alike. Beside them: an LSTM of
-fewer units and the Kronecker layer, both trained from scratch for as long as the others in all, and
-fine-tuning with K-FAC. Learning rates are chosen on 10,000 training images that are held out; the
-accuracy is that of the test set. Runs are kept while the table grows, so an interrupted one resumes.
+fewer units and the Kronecker layer, both trained from scratch for as long as the others in all, the
+whole net tuned on likewise, and fine-tuning with K-FAC. Learning rates are chosen on 10,000 training
+images that are held out; the accuracy is that of the test set. Runs are kept while the table grows, so
+an interrupted one resumes.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from _compressed import (
     LowRank,
     Pruning,
     Reader,
+    Sparse,
     accuracy,
     copied,
     fit,
@@ -37,17 +39,26 @@ from torch import Tensor, nn
 from kronfac.nn import compress
 from kronfac.train import data
 
-HIDDEN, FACTORS = 128, (16, 30)
-WHOLE_STEPS, STEPS, KFAC_STEPS, TUNING_STEPS = 2000, 2000, 600, 500
-TUNED = {
+HIDDEN, FACTORS = 128, (30, 16)
+WHOLE_STEPS, STEPS = 2000, 2000
+#: Learning rates to choose from, at the first size and with the first seed.
+RATES = {
     "Kronecker": (3e-3, 1e-2, 2e-2),
     "low rank": (3e-3, 1e-2, 2e-2),
     "pruned": (3e-3, 1e-2, 2e-2),
+    "fewer units": (3e-3, 1e-2, 2e-2),
     "Kronecker, K-FAC": (0.1, 0.2),
+    "Kronecker, from scratch": (3e-3, 1e-2),
+    "whole, tuned on": (3e-3, 1e-2),
 }
-KINDS = ("Kronecker", "low rank", "pruned", "fewer units")
-#: With the first seed and the smallest size only.
-ONCE = ("Kronecker, K-FAC", "Kronecker, from scratch")
+#: Steps, where they are not STEPS: as many in all as the others had, and about as much time.
+LENGTHS = {
+    "fewer units": WHOLE_STEPS + STEPS,
+    "Kronecker, from scratch": WHOLE_STEPS + STEPS,
+    "Kronecker, K-FAC": 600,
+}
+#: At the first size and with the first seed only.
+ONCE = ("Kronecker, K-FAC", "Kronecker, from scratch", "whole, tuned on")
 Images = tuple[Tensor, Tensor]
 
 
@@ -77,6 +88,8 @@ def small(
     kind: str, trained: Reader, factor: float, steps: int
 ) -> tuple[Reader, Callable[[], None]]:
     """A net of this kind before it is tuned, and what to do after each step."""
+    if kind.startswith("whole"):
+        return trained, _nothing
     kronecker = compress(trained, factor, exclude="head")
     assert isinstance(kronecker, Reader)
     budget = parameters(kronecker)
@@ -99,61 +112,57 @@ def _nothing() -> None:
 
 
 def run(
-    kind: str, trained: Reader, factor: float, rate: float, steps: int, training: Images, seed: int
-) -> Reader:
+    kind: str, factor: int, seed: int, rate: float, parts: tuple[Images, Images, Images]
+) -> dict[str, Any]:
+    """Train one net; its sizes and accuracies."""
+    training, held, test = parts
+    trained = whole(training, seed)
+    steps = LENGTHS.get(kind, STEPS)
     torch.manual_seed(seed + 1)
     model, after = small(kind, trained, factor, steps)
-    fit(model, *training, steps, rate, after=after, kfac="K-FAC" in kind, seed=seed + 1)
-    return model
+    before = accuracy(model, *held)
+    if kind != "whole":
+        kfac = "K-FAC" in kind
+        fit(model, *training, steps, rate, after=after, kfac=kfac, seed=seed + 1)
+    return {
+        "parameters": parameters(model),
+        "bytes": stored(model, kind),
+        "before": before,
+        "held_out": accuracy(model, *held),
+        "test": accuracy(model, *test),
+    }
 
 
-def tune(runs: dict[str, Any], save: Callable[[], None]) -> dict[str, float]:
-    """The best learning rate of each kind on what is held out, for the smallest size."""
-    training, held, _ = images()
-    chosen = {}
-    for kind, rates in TUNED.items():
-        reached = {}
-        for rate in rates:
-            key = f"tuning {kind} {rate}"
-            steps = KFAC_STEPS // 3 if "K-FAC" in kind else TUNING_STEPS
-            if key not in runs:
-                model = run(kind, whole(training, 0), FACTORS[-1], rate, steps, training, 0)
-                runs[key] = {"held_out": accuracy(model, *held)}
-                print(key, runs[key], flush=True)
-                save()
-            reached[rate] = runs[key]["held_out"]
-        chosen[kind] = max(reached, key=reached.__getitem__)
-    chosen["fewer units"] = chosen["Kronecker, from scratch"] = chosen["Kronecker"]
+def compare(runs: dict[str, Any], seeds: int, save: Callable[[], None]) -> dict[str, float]:
+    """Every kind, size and seed; the learning rates that were chosen on what was held out."""
+    parts = images()
+
+    def get(kind: str, factor: int, seed: int, rate: float) -> float:
+        key = f"{kind} {factor} {seed} {rate}"
+        if key not in runs:
+            runs[key] = run(kind, factor, seed, rate, parts)
+            print(key, runs[key], flush=True)
+            save()
+        return float(runs[key]["held_out"])
+
+    chosen = {"whole": 0.0}
+    for seed in range(seeds):
+        get("whole", 1, seed, 0.0)
+        for kind, rates in RATES.items():
+            if kind not in chosen:
+                reached = {rate: get(kind, FACTORS[0], 0, rate) for rate in rates}
+                chosen[kind] = max(reached, key=reached.__getitem__)
+            for factor in FACTORS:
+                if kind not in ONCE:
+                    get(kind, factor, seed, chosen[kind])
     return chosen
 
 
-def compare(
-    runs: dict[str, Any], rates: dict[str, float], seed: int, save: Callable[[], None]
-) -> None:
-    """Every kind and size with one seed."""
-    training, _, test = images()
-    trained = whole(training, seed)
-    if f"whole 1 {seed}" not in runs:
-        row = {"parameters": parameters(trained), "bytes": stored(trained, "whole")}
-        runs[f"whole 1 {seed}"] = row | {"accuracy": accuracy(trained, *test)}
-        save()
-    for factor in FACTORS:
-        for kind in (*KINDS, *(ONCE if (factor, seed) == (FACTORS[-1], 0) else ())):
-            key = f"{kind} {factor} {seed}"
-            if key in runs:
-                continue
-            alone = kind in ("fewer units", "Kronecker, from scratch")
-            steps = WHOLE_STEPS + STEPS if alone else STEPS
-            steps = KFAC_STEPS if "K-FAC" in kind else steps
-            model = run(kind, trained, factor, rates[kind], steps, training, seed)
-            row = {"parameters": parameters(model), "bytes": stored(model, kind)}
-            runs[key] = row | {"accuracy": accuracy(model, *test), "steps": steps}
-            print(key, runs[key], flush=True)
-            save()
-
-
 def inference() -> list[dict[str, Any]]:
-    """Milliseconds to read a sequence of 28, of a batch and of one sample, beside the dense layer."""
+    """Milliseconds to read a sequence of 28, of one sample and of a batch, beside the dense layer.
+
+    A pruned matrix with its zeros takes the time of the dense one.
+    """
     found = []
     for hidden in (128, 512, 1024):
         layer = nn.LSTM(hidden, hidden, batch_first=True)
@@ -161,6 +170,7 @@ def inference() -> list[dict[str, Any]]:
         kinds["Kronecker"] = compress(layer, 16)
         kinds["Kronecker, one term"] = compress(layer, 16, terms=1)
         kinds["low rank"] = LowRank(layer, 8 * hidden * hidden // 16)
+        kinds["pruned, sparse"] = Sparse(layer, 16)
         for batch in (1, 64):
             x = torch.randn(batch, 28, hidden)
             calls = {kind: (lambda one=one, x=x: one(x)) for kind, one in kinds.items()}
@@ -173,27 +183,24 @@ def inference() -> list[dict[str, Any]]:
     return found
 
 
-def show(runs: dict[str, Any], times: list[dict[str, Any]]) -> None:
+def show(results: dict[str, Any]) -> None:
     """Print both tables."""
-    cells = []
-    for name in dict.fromkeys(key.rpartition(" ")[0] for key in runs if "tuning" not in key):
-        rows = [row for key, row in runs.items() if key.rpartition(" ")[0] == name]
-        reached = [row["accuracy"] for row in rows]
-        spread = f" ± {statistics.stdev(reached):.1%}" if len(rows) > 1 else ""
-        size = runs["whole 1 0"]["parameters"] / rows[0]["parameters"]
-        cells.append(
-            [
-                name.rpartition(" ")[0],
-                f"{rows[0]['parameters']:,}",
-                f"{size:.1f}",
-                f"{rows[0]['bytes']:,}",
-                f"{statistics.mean(reached):.1%}{spread}",
-            ]
-        )
+    runs, chosen, cells = results["runs"], results["learning_rates"], []
+    full = runs["whole 1 0 0.0"]["parameters"]
+    for factor in (1, *sorted(FACTORS)):
+        for kind, rate in chosen.items():
+            names = [f"{kind} {factor} {seed} {rate}" for seed in range(9)]
+            rows = [runs[name] for name in names if name in runs]
+            if rows:
+                reached = [row["test"] for row in rows]
+                spread = f" ± {statistics.stdev(reached):.1%}" if len(rows) > 1 else ""
+                size = f"{rows[0]['parameters']:,}", f"{full / rows[0]['parameters']:.1f}"
+                last = f"{rows[0]['bytes']:,}", f"{statistics.mean(reached):.1%}{spread}"
+                cells.append([kind, *size, *last])
     print(table(["layer", "parameters", "smaller", "bytes", "test accuracy"], cells))
     lines = [
         [f"{t['hidden']}, batch {t['batch']}, {t['kind']}", f"{t['ms']:.2f}", f"{t['ratio']:.2f}"]
-        for t in times
+        for t in results["inference"]
     ]
     print(table(["LSTM of 28 steps", "ms", "of dense"], lines))
 
@@ -207,18 +214,14 @@ def main() -> None:
     print(machine_line())
     results = read_json("kronecker")
     results.setdefault("runs", {})
-    runs = results["runs"]
 
     def save() -> None:
         write_json("kronecker", results)
 
-    rates = tune(runs, save)
-    results["learning_rates"] = rates
-    for seed in range(arguments.seeds):
-        compare(runs, rates, seed, save)
+    results["learning_rates"] = compare(results["runs"], arguments.seeds, save)
     results["inference"] = inference()
     save()
-    show(runs, results["inference"])
+    show(results)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,15 @@ def test_products_are_found_again(kind: Any, terms: Any) -> None:
     assert_close(found(x)[0], layer(x)[0])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expanded_layer_is_that_of_torch(kind: Any, bias: bool) -> None:
+    layer = kind(6, 8, 2, bias, batch_first=True, terms=[(2, 3), (1, 2)])
+    expanded, x = layer.expand(), torch.randn(4, 5, 6)
+    assert type(expanded) is layer.torch_type
+    assert_close(expanded(x), layer(x))
+
+
 @pytest.mark.parametrize(
     "options", [{"bidirectional": True}, {"proj_size": 2}, {"dropout": 0.1, "num_layers": 2}]
 )

@@ -6,7 +6,7 @@ or one sum of products: each has rows of the left factors of its own, and they s
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,28 @@ class _Recurrent(nn.Module):
             for kind, products in (("ih", self.inputs), ("hh", self.states)):
                 bias = getattr(layer, f"bias_{kind}_l{number}", None)
                 products[number].set_nearest(getattr(layer, f"weight_{kind}_l{number}"), bias)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def expand(self) -> nn.RNNBase:
+        """Torch's layer with the matrices of the products: large again, and quicker if it is narrow."""
+        first: Any = self.inputs[0]
+        weight, make = first.left.weight, cast(Any, self.torch_type)
+        found: nn.RNNBase = make(
+            self.input_size,
+            self.hidden_size,
+            self.num_layers,
+            bias=first.bias is not None,
+            batch_first=self.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        for number in range(self.num_layers):
+            for kind, products in (("ih", self.inputs), ("hh", self.states)):
+                product: Any = products[number]
+                getattr(found, f"weight_{kind}_l{number}").copy_(product.dense())
+                if product.bias is not None:
+                    getattr(found, f"bias_{kind}_l{number}").copy_(product.bias)
+        return found
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Outputs of the last layer at every time, and the last state of every layer."""
