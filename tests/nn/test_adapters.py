@@ -7,7 +7,7 @@ from torch import nn
 import kronfac
 from kronfac.nn import KronAAdapter, attach_adapters, compress, merge_adapters
 from kronfac.nn.compress import choose_shapes
-from kronfac.nn.nearest import num_parameters
+from kronfac.nn.nearest import full_rank, num_parameters
 from tests.training import assert_close
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -113,15 +113,46 @@ def test_each_matrix_has_as_few_parameters_as_asked_for(factor: float) -> None:
 
 def test_of_the_largest_shapes_the_nearest_is_taken() -> None:
     b, c = torch.randn(4, 8), torch.randn(8, 4)
-    found = choose_shapes(torch.kron(b, c), 16)
+    found, terms = choose_shapes(torch.kron(b, c), 64, 4)
     assert found == ((4, 8), (8, 4))
-    assert num_parameters(found) == 64
+    assert terms * num_parameters(found) == 64
+
+
+@pytest.mark.parametrize(("limit", "terms"), [(1, 1), (2, 2), (4, 3)])
+def test_products_have_full_rank_and_as_many_terms_as_fit(limit: int, terms: int) -> None:
+    """Thin factors are nearer to this matrix, which has rank 4, and would learn less."""
+    matrix = torch.randn(64, 4) @ torch.randn(4, 64)
+    found, chosen = choose_shapes(matrix, 410, limit)
+    assert full_rank(found) == 64
+    assert chosen == terms
+    small = compress(nn.Linear(64, 64), 10, terms=limit)
+    assert small.terms * num_parameters(small.shapes) <= 64 * 64 / 10
+
+
+@pytest.mark.parametrize(("inputs", "hidden"), [(28, 128), (128, 32), (1, 64)])
+def test_the_matrices_of_a_recurrent_layer_share_evenly(inputs: int, hidden: int) -> None:
+    """In proportion to their sizes, the smaller one would keep next to nothing."""
+    layer = nn.LSTM(inputs, hidden)
+    small = compress(layer, 16)
+    used = [
+        sum(factor.numel() for factor in product.factors())
+        for product in (small.inputs[0], small.states[0])
+    ]
+    total = 4 * hidden * (inputs + hidden) / 16
+    smaller = min(4 * hidden * inputs, 4 * hidden * hidden, total)
+    assert 0.8 * total <= sum(used) <= total
+    assert 0.3 * smaller <= min(used) <= smaller / 2
 
 
 def test_what_is_excluded_or_too_small_stays() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(3, 2))
     small = compress(model, 4, exclude="1")
     assert [type(one).__name__ for one in small] == ["KroneckerLinear", "Linear", "Linear"]
+
+
+def test_terms_must_be_a_number() -> None:
+    with pytest.raises(ValueError, match="terms=0 must be a whole number from 1"):
+        compress(network(), 4, terms=0)
 
 
 def test_a_factor_that_makes_nothing_smaller_is_refused() -> None:

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kronfac
-from kronfac.nn import KroneckerLinear, nearest_kronecker
+from kronfac.nn import KroneckerLinear, nearest_kronecker, nearest_kronecker_sum
 from kronfac.nn.nearest import all_shapes, default_shapes, num_parameters, relative_error
-from tests.training import assert_close
+from tests import layer_oracles
+from tests.training import assert_close, factors
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -26,7 +27,24 @@ SHAPES = [
 def test_it_is_the_product_with_the_dense_matrix(shapes: object, leading: tuple[int, ...]) -> None:
     layer = KroneckerLinear(12, 10, shapes=shapes)
     x = torch.randn(*leading, 12)
+    assert_close(layer.dense(), torch.kron(layer.left.weight, layer.right.weight))
     assert_close(layer(x), x @ layer.dense().T + layer.bias)
+
+
+@pytest.mark.parametrize("shapes", SHAPES[:2])
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_terms_are_added(shapes: object, leading: tuple[int, ...]) -> None:
+    layer = KroneckerLinear(12, 10, shapes=shapes, terms=3)
+    x = torch.randn(*leading, 12)
+    matrix = sum(torch.kron(b, c) for b, c in zip(*layer.factors(), strict=True))
+    assert_close(layer.dense(), matrix)
+    assert_close(layer(x), x @ matrix.T + layer.bias)
+    assert sum(p.numel() for p in layer.parameters()) == 3 * (2 * 3 + 5 * 4) + 10
+
+
+def test_both_orders_are_among_the_shapes() -> None:
+    orders = {KroneckerLinear(12, 10, shapes=one, terms=3).right_first for one in SHAPES[:2]}
+    assert orders == {True, False}
 
 
 class Shapes(TorchDispatchMode):
@@ -43,8 +61,9 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-def test_the_matrix_is_never_formed() -> None:
-    layer = KroneckerLinear(12, 10)
+@pytest.mark.parametrize("terms", [1, 3])
+def test_the_matrix_is_never_formed(terms: int) -> None:
+    layer = KroneckerLinear(12, 10, terms=terms)
     x = torch.randn(7, 12)
     with Shapes() as shapes:
         layer(x).sum().backward()
@@ -65,9 +84,10 @@ def test_default_shapes_have_the_fewest_parameters_of_full_rank() -> None:
     assert default_shapes(7, 11) in [((1, 1), (7, 11)), ((7, 11), (1, 1))]
 
 
-def test_a_fresh_product_varies_as_much_as_a_fresh_linear_layer() -> None:
+@pytest.mark.parametrize("terms", [1, 4])
+def test_a_fresh_product_varies_as_much_as_a_fresh_linear_layer(terms: int) -> None:
     torch.manual_seed(0)
-    ours = torch.stack([KroneckerLinear(64, 64).dense() for _ in range(30)])
+    ours = torch.stack([KroneckerLinear(64, 64, terms=terms).dense() for _ in range(30)])
     theirs = torch.stack([nn.Linear(64, 64).weight for _ in range(30)])
     assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
 
@@ -75,6 +95,22 @@ def test_a_fresh_product_varies_as_much_as_a_fresh_linear_layer() -> None:
 def test_wrong_shapes_are_refused_in_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"make a 6 × 4 matrix, and 10 × 12 is needed"):
         KroneckerLinear(12, 10, shapes=((2, 2), (3, 2)))
+
+
+@pytest.mark.parametrize("terms", [0, 7, 1.5, True])
+def test_a_wrong_number_of_terms_is_refused(terms: object) -> None:
+    with pytest.raises(ValueError, match=rf"terms={terms} is not .* from 1 to 6"):
+        KroneckerLinear(12, 10, shapes=((2, 3), (5, 4)), terms=terms)
+
+
+@pytest.mark.parametrize("shapes", SHAPES[:2])
+def test_a_state_dict_holds_all_terms(shapes: object) -> None:
+    layers = [KroneckerLinear(12, 10, shapes=shapes, terms=3) for _ in range(2)]
+    content = layers[0].state_dict()
+    assert set(content) == {"left.weight", "right.weight", "bias"}
+    layers[1].load_state_dict(content)
+    x = torch.randn(4, 12)
+    assert torch.equal(layers[1](x), layers[0](x))
 
 
 # --- the nearest product ---------------------------------------------------------------------
@@ -102,6 +138,35 @@ def test_no_other_product_is_nearer() -> None:
     assert_close(relative_error(matrix, ((2, 3), (5, 4))), (distance / matrix.norm()).detach())
 
 
+def test_enough_terms_are_the_matrix_itself() -> None:
+    matrix, shapes = torch.randn(10, 12), ((2, 3), (5, 4))
+    errors = [float(relative_error(matrix, shapes, terms)) for terms in range(1, 7)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0
+    for terms, error in enumerate(errors, 1):
+        b, c = nearest_kronecker_sum(matrix, shapes, terms)
+        found = sum(torch.kron(*one) for one in zip(b, c, strict=True))
+        assert_close((matrix - found).norm() / matrix.norm(), torch.tensor(error))
+
+
+def test_the_first_term_is_the_nearest_product_and_terms_are_orthogonal() -> None:
+    matrix, shapes = torch.randn(10, 12), ((2, 3), (5, 4))
+    b, c = nearest_kronecker_sum(matrix, shapes, 3)
+    for ours, alone in zip((b, c), nearest_kronecker(matrix, shapes), strict=True):
+        assert torch.equal(ours[0], alone)
+    products = torch.stack([torch.kron(*one).flatten() for one in zip(b, c, strict=True)])
+    gram = products @ products.T
+    assert_close(gram, gram.diagonal().diag())
+
+
+@pytest.mark.parametrize("shapes", SHAPES[:2])
+def test_the_nearest_layer_of_all_terms_is_the_layer(shapes: object) -> None:
+    layer, x = nn.Linear(12, 10), torch.randn(4, 12)
+    found = KroneckerLinear.nearest(layer, shapes, terms=6)
+    assert_close(found.dense(), layer.weight)
+    assert_close(found(x), layer(x))
+
+
 def test_a_matrix_of_zeros_has_a_nearest_product() -> None:
     b, c = nearest_kronecker(torch.zeros(4, 6), ((2, 2), (2, 3)))
     assert_close(torch.kron(b, c), torch.zeros(4, 6))
@@ -117,9 +182,12 @@ def test_the_nearest_layer_keeps_its_bias() -> None:
 # --- K-FAC -----------------------------------------------------------------------------------
 
 
-def test_kfac_preconditions_both_factors() -> None:
+@pytest.mark.parametrize("terms", [1, 2])
+def test_kfac_preconditions_both_factors(terms: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(KroneckerLinear(12, 12), nn.Tanh(), KroneckerLinear(12, 4))
+    model = nn.Sequential(
+        KroneckerLinear(12, 12, terms=terms), nn.Tanh(), KroneckerLinear(12, 4, terms=terms)
+    )
     optimizer = kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
     names = {one.name for one in optimizer.layers}
     assert names == {"0.left", "0.right", "2.left", "2.right"}
@@ -133,3 +201,26 @@ def test_kfac_preconditions_both_factors() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 3)), ((2, 2), (6, 6)), ((6, 6), (2, 2))])
+def test_the_curvature_of_all_terms_is_that_of_one_linear_layer(shapes: object) -> None:
+    """What two terms do together counts too: the factors see the terms side by side."""
+    torch.manual_seed(0)
+    model = nn.Sequential(KroneckerLinear(12, 12, shapes=shapes, terms=2), nn.Linear(12, 4))
+    optimizer = kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(8, 12), torch.randint(4, (8,))
+
+    def loss(net: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(net(x), y)
+
+    expected = {
+        name: layer_oracles.linear_factors(model, name, loss, len(x))
+        for name in ("0.left", "0.right")
+    }
+    loss(model).backward()
+    optimizer.step()
+    for name, (a, g) in expected.items():
+        assert len(a) == model.get_submodule(name).in_features
+        assert_close(factors(optimizer, "A")[name], a)
+        assert_close(factors(optimizer, "G")[name], g)

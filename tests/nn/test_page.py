@@ -28,3 +28,17 @@ def test_kronecker_adapters_learn_more_than_low_rank_ones(
     reached = [float(line.rstrip("%").split()[-1]) for line in (kronecker, low_rank)]
     assert reached[0] > reached[1]
     assert float(printed[-1].split()[-1]) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_compressed_recurrent_net_is_tuned_to_what_it_knew(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runpy.run_path(str(ROOT / "examples" / "kronecker_compression.py"), run_name="__main__")
+    printed = [line for line in capsys.readouterr().out.splitlines() if "parameters" in line]
+    sizes = [int(line.split(":")[1].split()[0]) for line in printed]
+    assert sizes[0] == 4 * 64 * (8 + 64)
+    assert sizes[1] == sizes[2] <= sizes[0] / 16
+    whole, before, tuned = (float(line.rstrip("%").split()[-1]) for line in printed)
+    assert before < 50
+    assert tuned > whole - 3

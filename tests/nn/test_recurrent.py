@@ -28,11 +28,13 @@ def dense(layer: Any, num_layers: int, batch_first: bool) -> nn.RNNBase:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("terms", [None, (2, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_states_are_those_of_torch(
-    kind: Any, num_layers: int, batch_first: bool
+    kind: Any, terms: tuple[int, int] | None, num_layers: int, batch_first: bool
 ) -> None:
-    layer = kind(6, 8, num_layers, batch_first=batch_first)
+    given = None if terms is None else [terms] * num_layers
+    layer = kind(6, 8, num_layers, batch_first=batch_first, terms=given)
     other = dense(layer, num_layers, batch_first)
     x = torch.randn(4, 5, 6)
     outputs, state = layer(x)
@@ -45,13 +47,23 @@ def test_outputs_and_states_are_those_of_torch(
     assert_close(last, expected_last)
 
 
+@pytest.mark.parametrize("terms", [None, [(2, 3), (1, 2)]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_found_again(kind: Any) -> None:
-    layer = kind(6, 8, 2)
+def test_products_are_found_again(kind: Any, terms: Any) -> None:
+    layer = kind(6, 8, 2, terms=terms)
     shapes = [(a.shapes, b.shapes) for a, b in zip(layer.inputs, layer.states, strict=True)]
-    found = kind.nearest(dense(layer, 2, False), shapes)
+    found = kind.nearest(dense(layer, 2, False), shapes, terms)
     x = torch.randn(4, 5, 6)
     assert_close(found(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expanded_layer_is_that_of_torch(kind: Any, bias: bool) -> None:
+    layer = kind(6, 8, 2, bias, batch_first=True, terms=[(2, 3), (1, 2)])
+    expanded, x = layer.expand(), torch.randn(4, 5, 6)
+    assert type(expanded) is layer.torch_type
+    assert_close(expanded(x), layer(x))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,12 @@ def test_what_is_not_supported_is_named(options: dict[str, Any]) -> None:
         ValueError, match=f"LSTM with {next(iter(options))} cannot be a Kronecker layer"
     ):
         KroneckerLSTM.nearest(nn.LSTM(6, 8, **options))
+
+
+@pytest.mark.parametrize("name", ["shapes", "terms"])
+def test_one_entry_for_each_layer_is_needed(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 1 entries for 2 layers"):
+        KroneckerGRU(6, 8, 2, **{name: [(1, 1)]})
 
 
 class Classifier(nn.Module):

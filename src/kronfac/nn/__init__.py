@@ -3,7 +3,7 @@
 from kronfac.nn.adapters import KronAAdapter, attach_adapters, merge_adapters
 from kronfac.nn.compress import compress
 from kronfac.nn.linear import KroneckerLinear
-from kronfac.nn.nearest import nearest_kronecker
+from kronfac.nn.nearest import nearest_kronecker, nearest_kronecker_sum
 from kronfac.nn.recurrent import KroneckerGRU, KroneckerLSTM, KroneckerRNN
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "compress",
     "merge_adapters",
     "nearest_kronecker",
+    "nearest_kronecker_sum",
 ]

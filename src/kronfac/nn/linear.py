@@ -1,4 +1,4 @@
-"""A linear layer whose weight is a Kronecker product, which is never formed."""
+"""A linear layer whose weight is a sum of Kronecker products, which is never formed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.nn.nearest import Shapes, check_shapes, default_shapes, nearest_kronecker
+from kronfac.nn.nearest import (
+    Shapes,
+    check_shapes,
+    check_terms,
+    default_shapes,
+    nearest_kronecker_sum,
+)
 
 
 class KroneckerLinear(nn.Module):
-    """``y = (B ⊗ C) x + bias``, computed as ``B X Cᵀ`` with ``X`` the input as an ``n1 × n2`` matrix.
+    """``y = (Σ B_t ⊗ C_t) x + bias``: the sum of ``B_t X C_tᵀ`` with ``X`` the input as ``n1 × n2``.
 
-    Both factors are :class:`torch.nn.Linear` modules, used at many positions: methods of this library
-    precondition them as such. The bias belongs to neither and is left to the base optimizer.
+    Both kinds of factors are a :class:`torch.nn.Linear` module each, used at many positions: methods of
+    this library precondition them as such. With several terms they lie side by side in the module that
+    comes second, which so adds them up, and one under the other in the first. The bias belongs to neither
+    and is left to the base optimizer.
 
     Args:
         in_features: size of the input.
@@ -23,6 +31,7 @@ class KroneckerLinear(nn.Module):
         shapes: ``((m1, n1), (m2, n2))`` of B and C, with ``m1·m2 = out_features`` and
             ``n1·n2 = in_features``; by default the fewest entries whose product may have full
             rank.
+        terms: so many products are added.
     """
 
     def __init__(
@@ -32,23 +41,29 @@ class KroneckerLinear(nn.Module):
         bias: bool = True,
         *,
         shapes: Shapes | None = None,
+        terms: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         shapes = default_shapes(out_features, in_features) if shapes is None else shapes
         check_shapes(shapes, out_features, in_features)
-        self.in_features, self.out_features, self.shapes = in_features, out_features, shapes
+        check_terms(terms, shapes)
+        self.in_features, self.out_features = in_features, out_features
+        self.shapes, self.terms = shapes, terms
         (m1, n1), (m2, n2) = shapes
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.left = nn.Linear(n1, m1, bias=False, **options)
-        self.right = nn.Linear(n2, m2, bias=False, **options)
-        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
         self.right_first = n1 * m2 * (n2 + m1) <= n2 * m1 * (n1 + m2)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide, tall = (terms, 1) if self.right_first else (1, terms)  # the left factors
+        self.left = nn.Linear(wide * n1, tall * m1, bias=False, **options)
+        self.right = nn.Linear(tall * n2, wide * m2, bias=False, **options)
+        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
         self.reset_parameters()
 
     @classmethod
-    def nearest(cls, layer: nn.Linear, shapes: Shapes | None = None) -> KroneckerLinear:
+    def nearest(
+        cls, layer: nn.Linear, shapes: Shapes | None = None, terms: int = 1
+    ) -> KroneckerLinear:
         """The layer whose weight is nearest to that of another one; the bias is the same."""
         weight = layer.weight
         found = cls(
@@ -56,6 +71,7 @@ class KroneckerLinear(nn.Module):
             layer.out_features,
             layer.bias is not None,
             shapes=shapes,
+            terms=terms,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -64,17 +80,19 @@ class KroneckerLinear(nn.Module):
 
     @torch.no_grad()
     def set_nearest(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take the nearest product to a weight, and a bias."""
-        left, right = nearest_kronecker(weight, self.shapes)
-        self.left.weight.copy_(left)
-        self.right.weight.copy_(right)
+        """Take the nearest sum of products to a weight, and a bias."""
+        left, right = nearest_kronecker_sum(weight, self.shapes, self.terms)
+        lefts, rights = self.factors()
+        lefts.copy_(left)
+        rights.copy_(right)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
     def reset_parameters(self) -> None:
-        """Draw factors whose product varies as much as the weight of :class:`torch.nn.Linear`."""
-        for factor in (self.left, self.right):
-            bound = 3**0.25 / factor.in_features**0.5
+        """Draw factors whose sum varies as much as the weight of :class:`torch.nn.Linear`."""
+        (_, n1), (_, n2) = self.shapes
+        for factor, columns in ((self.left, n1), (self.right, n2)):
+            bound = (3 / self.terms) ** 0.25 / columns**0.5
             nn.init.uniform_(factor.weight, -bound, bound)
         if self.bias is not None:
             bound = self.in_features**-0.5
@@ -84,17 +102,36 @@ class KroneckerLinear(nn.Module):
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         (_, n1), (_, n2) = self.shapes
         x = x.unflatten(-1, (n1, n2))
-        first = self.left(self.right(x).mT).mT if self.right_first else None
-        y: Tensor = self.right(self.left(x.mT).mT) if first is None else first
+        y: Tensor
+        if self.right_first:
+            y = self.left(self._swapped(self.right(x))).mT
+        else:
+            y = self.right(self._swapped(self.left(x.mT)))
         y = y.flatten(-2)
         return y if self.bias is None else y + self.bias
 
+    def _swapped(self, x: Tensor) -> Tensor:
+        """Map ``[..., a, terms·b]`` to ``[..., b, terms·a]``."""
+        if self.terms == 1:
+            return x.mT
+        parts: Tensor = x.unflatten(-1, (self.terms, -1))
+        return parts.transpose(-3, -1).flatten(-2)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """All B as ``[terms, m1, n1]`` and all C as ``[terms, m2, n2]``, views of the parameters."""
+        left, right, split = self.left.weight, self.right.weight, (self.terms, -1)
+        if self.right_first:
+            return left.unflatten(1, split).transpose(0, 1), right.unflatten(0, split)
+        return left.unflatten(0, split), right.unflatten(1, split).transpose(0, 1)
+
     def dense(self) -> Tensor:
         """The weight as a matrix ``[out_features, in_features]``."""
-        return torch.kron(self.left.weight, self.right.weight)
+        entries = torch.einsum("tij,tkl->ikjl", *self.factors())
+        return entries.reshape(self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         """See :meth:`torch.nn.Module.extra_repr`."""
         (m1, n1), (m2, n2) = self.shapes
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, {m1}×{n1} ⊗ {m2}×{n2}, bias={self.bias is not None}"
+        sums = "" if self.terms == 1 else f", terms={self.terms}"
+        return f"{sizes}, {m1}×{n1} ⊗ {m2}×{n2}{sums}, bias={self.bias is not None}"

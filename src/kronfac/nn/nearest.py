@@ -46,24 +46,49 @@ def check_shapes(shapes: Shapes, rows: int, columns: int) -> None:
         )
 
 
+def most_terms(shapes: Shapes) -> int:
+    """So many products of these shapes add up to any matrix."""
+    return min(math.prod(one) for one in shapes)
+
+
+def check_terms(terms: int, shapes: Shapes) -> None:
+    """Raise unless a sum of so many products of these shapes has no superfluous ones."""
+    most = most_terms(shapes)
+    if isinstance(terms, bool) or not isinstance(terms, int) or not 1 <= terms <= most:
+        raise ValueError(
+            f"terms={terms!r} is not a number of products of shapes {shapes!r}; give a whole number from "
+            f"1 to {most}, whose sum is already any matrix."
+        )
+
+
 def nearest_kronecker(matrix: Tensor, shapes: Shapes) -> tuple[Tensor, Tensor]:
     """The factors ``B`` and ``C`` for which ``‖matrix − B ⊗ C‖`` is smallest, of equal norms.
 
     With the blocks of the matrix as rows, ``B ⊗ C`` has rank one: the first singular vectors solve it.
     """
+    left, right = nearest_kronecker_sum(matrix, shapes, 1)
+    return left[0], right[0]
+
+
+def nearest_kronecker_sum(matrix: Tensor, shapes: Shapes, terms: int) -> tuple[Tensor, Tensor]:
+    """The factors ``[terms, m1, n1]`` and ``[terms, m2, n2]`` of the nearest sum ``Σ B_t ⊗ C_t``.
+
+    The products are orthogonal to each other, and the largest is first.
+    """
     check_shapes(shapes, *matrix.shape)
+    check_terms(terms, shapes)
     left, values, right = torch.linalg.svd(_rearranged(matrix, shapes), full_matrices=False)
-    scale = values[0].sqrt()
+    scale = values[:terms, None].sqrt()
     first, second = shapes
-    b, c = left[:, 0] * scale, right[0] * scale
-    return b.reshape(first).to(matrix.dtype), c.reshape(second).to(matrix.dtype)
+    b, c = left.mT[:terms] * scale, right[:terms] * scale
+    sizes = (terms, *first), (terms, *second)
+    return b.reshape(sizes[0]).to(matrix.dtype), c.reshape(sizes[1]).to(matrix.dtype)
 
 
-def relative_error(matrix: Tensor, shapes: Shapes) -> Tensor:
-    """``‖matrix − B ⊗ C‖/‖matrix‖`` of the nearest product."""
-    values = torch.linalg.svdvals(_rearranged(matrix, shapes))
-    total = values.square().sum()
-    rest = (total - values[0].square()).clamp(min=0)
+def relative_error(matrix: Tensor, shapes: Shapes, terms: int = 1) -> Tensor:
+    """``‖matrix − Σ B_t ⊗ C_t‖/‖matrix‖`` of the nearest sum of products."""
+    squares = torch.linalg.svdvals(_rearranged(matrix, shapes)).square()
+    total, rest = squares.sum(), squares[terms:].sum()
     share: Tensor = rest / torch.where(total > 0, total, 1.0)
     return share.sqrt()
 

@@ -1,12 +1,12 @@
 """Recurrent layers whose matrices are Kronecker products (Thakker et al. 2019).
 
-They take and return what their counterparts in :mod:`torch.nn` do. All gates of a layer are one product:
-each has rows of the left factor of its own, and they share the right one.
+They take and return what their counterparts in :mod:`torch.nn` do. All gates of a layer are one product,
+or one sum of products: each has rows of the left factors of its own, and they share the right ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from kronfac.nn.linear import KroneckerLinear
 from kronfac.nn.nearest import Shapes
 
+_T = TypeVar("_T")
+
 #: Shapes of the products for the input and for the state of one layer.
 LayerShapes = tuple[Shapes | None, Shapes | None]
+#: Numbers of products for the input and for the state of one layer.
+LayerTerms = tuple[int, int]
 
 
 class _Recurrent(nn.Module):
@@ -33,30 +37,35 @@ class _Recurrent(nn.Module):
         batch_first: bool = False,
         *,
         shapes: list[LayerShapes] | None = None,
+        terms: list[LayerTerms] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.batch_first = batch_first
-        chosen = [(None, None)] * num_layers if shapes is None else shapes
-        if len(chosen) != num_layers:
-            raise ValueError(
-                f"shapes has {len(chosen)} entries for {num_layers} layers; give one for each."
-            )
+        chosen: list[LayerShapes] = _each("shapes", shapes, (None, None), num_layers)
+        sums: list[LayerTerms] = _each("terms", terms, (1, 1), num_layers)
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         rows = self.gates * hidden_size
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
-        pairs = list(zip(sizes, chosen, strict=True))
+        layers = list(zip(sizes, chosen, sums, strict=True))
         self.inputs = nn.ModuleList(
-            KroneckerLinear(size, rows, shapes=one[0], **options) for size, one in pairs
+            KroneckerLinear(size, rows, shapes=one[0], terms=number[0], **options)
+            for size, one, number in layers
         )
         self.states = nn.ModuleList(
-            KroneckerLinear(hidden_size, rows, shapes=one[1], **options) for _, one in pairs
+            KroneckerLinear(hidden_size, rows, shapes=one[1], terms=number[1], **options)
+            for _, one, number in layers
         )
 
     @classmethod
-    def nearest(cls, layer: nn.RNNBase, shapes: list[LayerShapes] | None = None) -> Self:
+    def nearest(
+        cls,
+        layer: nn.RNNBase,
+        shapes: list[LayerShapes] | None = None,
+        terms: list[LayerTerms] | None = None,
+    ) -> Self:
         """The layer whose matrices are nearest to those of one of torch's; biases are the same."""
         check_plain(layer)
         weight = next(layer.parameters())
@@ -67,6 +76,7 @@ class _Recurrent(nn.Module):
             layer.bias,
             layer.batch_first,
             shapes=shapes,
+            terms=terms,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -78,6 +88,28 @@ class _Recurrent(nn.Module):
             for kind, products in (("ih", self.inputs), ("hh", self.states)):
                 bias = getattr(layer, f"bias_{kind}_l{number}", None)
                 products[number].set_nearest(getattr(layer, f"weight_{kind}_l{number}"), bias)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def expand(self) -> nn.RNNBase:
+        """Torch's layer with the matrices of the products: large again, and quicker if it is narrow."""
+        first: Any = self.inputs[0]
+        weight, make = first.left.weight, cast(Any, self.torch_type)
+        found: nn.RNNBase = make(
+            self.input_size,
+            self.hidden_size,
+            self.num_layers,
+            bias=first.bias is not None,
+            batch_first=self.batch_first,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        for number in range(self.num_layers):
+            for kind, products in (("ih", self.inputs), ("hh", self.states)):
+                product: Any = products[number]
+                getattr(found, f"weight_{kind}_l{number}").copy_(product.dense())
+                if product.bias is not None:
+                    getattr(found, f"bias_{kind}_l{number}").copy_(product.bias)
+        return found
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Outputs of the last layer at every time, and the last state of every layer."""
@@ -151,6 +183,13 @@ class KroneckerLSTM(_Recurrent):
         takes, keeps, content, shows = (seen + before).chunk(4, -1)
         cell = torch.sigmoid(keeps) * now[1] + torch.sigmoid(takes) * torch.tanh(content)
         return torch.sigmoid(shows) * torch.tanh(cell), cell
+
+
+def _each(name: str, given: list[_T] | None, default: _T, layers: int) -> list[_T]:
+    """One entry for each layer, or an error."""
+    if given is not None and len(given) != layers:
+        raise ValueError(f"{name} has {len(given)} entries for {layers} layers; give one for each.")
+    return [default] * layers if given is None else given
 
 
 def check_plain(layer: nn.RNNBase) -> None:
