@@ -1,5 +1,6 @@
 """The page and the example of Kronecker layers do what they say."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -42,3 +43,22 @@ def test_a_compressed_recurrent_net_is_tuned_to_what_it_knew(
     whole, before, tuned = (float(line.rstrip("%").split()[-1]) for line in printed)
     assert before < 50
     assert tuned > whole - 3
+
+
+def test_the_page_quotes_the_benchmark() -> None:
+    """Parameters, bytes and accuracy of every row, and the ratios of the times."""
+    file = ROOT / "benchmarks" / "results" / "kronecker.json"
+    results = json.loads(file.read_text())["results"]
+    page = (ROOT / "docs" / "kronecker-layers.md").read_text()
+    for kind, rate in results["learning_rates"].items():
+        for factor in (1, 16, 30):
+            names = [f"{kind} {factor} {seed} {rate}" for seed in range(9)]
+            rows = [results["runs"][name] for name in names if name in results["runs"]]
+            if rows:
+                reached = 100 * sum(row["test"] for row in rows) / len(rows)
+                sizes = f"{rows[0]['parameters']:,} | {rows[0]['bytes']:,}"
+                assert f"| {kind} | {sizes} | {reached:.1f} % |" in page
+    for row in results["inference"]:
+        name = f"{row['hidden']}, {row['batch']}"
+        (line,) = (one for one in page.splitlines() if one.startswith(f"| {name} |"))
+        assert f"{row['ratio']:.2f}" in line

@@ -44,8 +44,8 @@ def compress(
         module: the trained model; it is not changed.
         factor: how many times fewer entries the matrices of each layer have. The two of a recurrent layer
             share what is left evenly, whatever their sizes.
-        terms: at most so many products are added. One is the fastest; more of smaller factors often
-            learn more with as many parameters.
+        terms: at most so many products are added. One is the fastest; more come closer to the size
+            that was asked for.
         include: name patterns of modules, such as ``"encoder.*"``.
         exclude: patterns of those to leave alone, usually the head.
     """
