@@ -150,3 +150,12 @@ def test_gradients_of_the_loss_are_not_enough(fisher: str) -> None:
 def test_iterations_are_checked() -> None:
     with pytest.raises(ValueError, match="iterations=0 must be a whole number"):
         make(net("linear")[0], iterations=0)
+
+
+def test_outputs_whose_rows_would_not_fit_are_refused_before_all_are_kept() -> None:
+    """One backward pass an output: the third of four does not fit any more."""
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = make(model, max_bytes=2 * 8 * 5 * (3 + 4), keep="rows")
+    outputs = model(torch.randn(5, 3))
+    with pytest.raises(ValueError, match=r"would keep 105 numbers of a batch, 840 bytes"):
+        optimizer.observe(outputs)

@@ -71,6 +71,8 @@ def record_output(
         return True
     rows = chosen
     if state.block.holds_rows and grouped:
+        if draw:  # each adds as much as the first
+            state.block.check_rows(rows, draw + 1)
         state.pending.hold_output(rows, forward_pass, draw, share)
     else:
         found = state.block.observe_output(rows, context_of(forward_pass, state.solution_in_use))

@@ -134,8 +134,8 @@ class Block(ABC):
         """Contributions of the parameters, as a matrix shaped like the gradient's."""
         return {}
 
-    def check_rows(self, inputs: Rows) -> None:  # noqa: B027 - most blocks can keep any
-        """Raise if rows of a call like these are more than can be kept until the step."""
+    def check_rows(self, rows: Rows, draws: int = 1) -> None:  # noqa: B027 - most can keep any
+        """Raise if rows of a call like these, of so many draws, are more than can be kept."""
 
     def compress(self, given: Given) -> dict[str, Tensor]:
         """Turn a rank's own gathered rows, ``given.means``, into what it sends to the others, by name.

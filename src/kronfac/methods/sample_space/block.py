@@ -43,9 +43,9 @@ class SampleBlock(Block):
         self.keeps = gradients.keeps
         self.statistics = dict(gradients.statistics)
 
-    def check_rows(self, inputs: Rows) -> None:
+    def check_rows(self, rows: Rows, draws: int = 1) -> None:
         """See :meth:`Block.check_rows`."""
-        self._check(self.gradients.kept_numbers(inputs))
+        self._check(draws * self.gradients.kept_numbers(rows))
 
     def compress(self, given: Given) -> dict[str, Tensor]:
         """See :meth:`Block.compress`: all micro-batches and draws of a step have to fit together."""
