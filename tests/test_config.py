@@ -146,10 +146,3 @@ def test_the_default_solver_is_chosen_by_shape() -> None:
     model = nn.Sequential(nn.Linear(4, 2048), nn.Linear(2049, 4, device="meta"))
     solvers = {name: state.block.solver for name, state in layers(kfac(model)).items()}
     assert solvers == {"0": "eigen", "1": "cholesky"}
-
-
-def test_a_sharded_parameter_is_refused_by_name() -> None:
-    model = nn.Linear(4, 3)
-    model.weight.device_mesh = object()  # what DTensor parameters have
-    with pytest.raises(ValueError, match=r"parameter 'weight' is sharded \(DTensor\)"):
-        kfac(model)

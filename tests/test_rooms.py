@@ -33,7 +33,7 @@ ALLOWED = {
     "state": "layers options protocol statistics",
     "adaptive": "options state",
     "capture": "layers options protocol state statistics",
-    "distributed": "capture linalg options placement planner protocol state statistics",
+    "distributed": "capture layers linalg options placement planner protocol state statistics",
     "step": "adaptive capture distributed layers linalg options protocol rescale state statistics",
     "optimizer": "adaptive capture distributed layers options placement protocol rescale state step",
     "methods": "adaptive layers linalg optimizer options placement protocol rescale step",

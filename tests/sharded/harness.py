@@ -5,11 +5,11 @@ The cases, and the run in one process, are those of ``tests/distributed``; only 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class Way:
     """How a model is sharded."""
 
     units: str = "blocks"
-    """What is gathered at once: the ``"model"``, each of its ``"blocks"``, or each of its ``"leaves"``."""
+    """What is gathered at once: the ``"model"``, its ``"blocks"``, or its ``"leaves"``."""
     replicas: int = 1
     """How many groups of ranks hold all shards."""
     dim: int = 0
@@ -58,7 +58,9 @@ def units_of(model: nn.Module, units: str) -> list[nn.Module]:
         inner = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
         hidden = {m.out_proj for m in inner}
         leaves = [m for m in model.modules() if next(m.children(), None) is None]
-        return [m for m in [*leaves, *inner] if m not in hidden and any(True for _ in m.parameters())]
+        return [
+            m for m in [*leaves, *inner] if m not in hidden and any(True for _ in m.parameters())
+        ]
     return [m for m in model.children() if any(True for _ in m.parameters())]
 
 
@@ -66,7 +68,8 @@ def shard(model: nn.Module, way: Way, **further: Any) -> nn.Module:
     """Shard a model over all ranks."""
     size = dist.get_world_size()
     shape = (size,) if way.replicas == 1 else (way.replicas, size // way.replicas)
-    further.setdefault("mesh", init_device_mesh("cpu", shape))
+    names = ("replicate", "shard")[-len(shape) :]
+    further.setdefault("mesh", init_device_mesh("cpu", shape, mesh_dim_names=names))
     options = {"reshard_after_forward": way.reshard, **further}
     if way.dim:
         options["shard_placement_fn"] = partial(on_dim, way.dim)
@@ -102,7 +105,7 @@ def whole_parameters(model: nn.Module) -> Parameters:
 def take_step(
     model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor], case: Case, divisor: float | None
 ) -> None:
-    """Forward and backward in micro-batches, then a step, as :mod:`tests.distributed.equivalence` does."""
+    """Forward and backward in micro-batches, then a step, as ``tests/distributed`` does it."""
     optimizer.zero_grad()
     exact = dict(case.options).get("fisher") in ("mc", "exact") or optimizer.needs_observe
     pieces = list(zip(*(part.chunk(case.micro) for part in data), strict=True))
@@ -158,11 +161,19 @@ def on_rank(rank: int, case: Case, way: Way) -> Outcome:
     """The run on this rank's samples."""
     model, optimizer = build(case, way)
     train(rank, model, optimizer, case)
-    shards = {n: p.to_local().clone() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    shards = {
+        n: p.to_local().clone() for n, p in model.named_parameters() if isinstance(p, DTensor)
+    }
     return Outcome(whole_parameters(model), optimizer.stats(), str(optimizer), shards)
 
 
+def ignore_advice() -> None:
+    """Attention returns views, of which FSDP2 warns; nothing changes them in place here."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+
+
 def on_ranks(rank: int, runs: list[tuple[Case, Way]]) -> list[Outcome]:
+    ignore_advice()
     with double_precision():
         return [on_rank(rank, case, way) for case, way in runs]
 

@@ -435,7 +435,7 @@ class Capture:
         if self.options.sampled:
             return  # observe() leaves no gradients behind
         for state in self.states:
-            if state.pending.has_outputs and state.layer.weight.grad is None:
+            if state.pending.has_outputs and not state.layer.holds_gradient:
                 self.clear_outputs()
                 return
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kronfac.capture.capture import Capture
 from kronfac.capture.compiled import anything_compiled
+from kronfac.layers.shards import local
 from kronfac.options.advice import warn_caller
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
@@ -86,4 +87,4 @@ def _is_missing(state: LayerState) -> bool:
 
 
 def _is_nonzero(grad: Tensor | None) -> bool:
-    return grad is not None and bool(grad.any())
+    return grad is not None and bool(local(grad).any())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.layers.shards import averages_gradients, local
 
 #: Gradients that were averaged by the same collective differ by less than this.
 TOLERANCE = 1e-6
@@ -19,7 +20,7 @@ TOLERANCE = 1e-6
 
 def uses_ddp(model: nn.Module) -> bool:
     """Whether gradients are averaged over ranks when a backward pass ends."""
-    return any(
+    return averages_gradients(model) or any(
         isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
     )
 
@@ -53,7 +54,7 @@ def check_parameters(world: ProcessGroup, parameters: Iterable[nn.Parameter]) ->
 
 def _differs(world: ProcessGroup, tensors: Iterable[Tensor]) -> bool:
     sums = torch.zeros(3, dtype=torch.float64, device="cpu")
-    for number, tensor in enumerate(tensors, start=1):
+    for number, tensor in enumerate(map(local, tensors), start=1):
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         wide = values.detach().double() if values.device.type != "mps" else values.detach()
         sums[0] += float(wide.sum()) * number

@@ -151,7 +151,19 @@ class Coordinator(ABC):
     def spread_weights(self) -> None:
         """Send each parameter from its owner to all others, where parameters have owners."""
 
+    @abstractmethod
+    def anywhere(self, flag: bool) -> bool:
+        """Whether something is so of the gradients of any rank, where they differ between ranks."""
+
+    @abstractmethod
+    def part_weight(self, parameter: nn.Parameter) -> float:
+        """How much the part of a parameter that is here counts in :meth:`add_up_parameters`."""
+
     # --- the phases of a step -------------------------------------------------------------------
+
+    @abstractmethod
+    def collect(self, states: Sequence[LayerState]) -> None:
+        """Make the gradients of sharded parameters whole where their layers are worked on."""
 
     @abstractmethod
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:

@@ -27,8 +27,11 @@ from kronfac.distributed.overview import Overview, overview, solved_by
 from kronfac.distributed.parameter_owners import Ownership
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.rounds import Rounds
+from kronfac.distributed.shard_exchange import ShardExchange
+from kronfac.distributed.sharding import Sharding
 from kronfac.distributed.spread import Spreading
 from kronfac.distributed.workload import Intervals
+from kronfac.layers.shards import is_whole
 from kronfac.options.advice import warn_caller
 from kronfac.placement.place import Placement
 from kronfac.placement.scheme import Distribute
@@ -53,13 +56,14 @@ class Distributed(Coordinator):
         settings: Distribute,
         phases: Phases,
         reduces_gradients: bool,
+        sharding: Sharding | None = None,
     ) -> None:
         self.world = world
         self.settings = settings
         self.phases = phases
-        self.layout = Layout(world, settings)
+        self.layout = Layout(world, settings, sharding)
         self.rounds = Rounds(self.layout, phases)
-        self.spreading = Spreading(self.layout)
+        self.spreading = (ShardExchange if sharding else Spreading)(self.layout)
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
         #: Samples of a step by rank, once ranks have compared them.
@@ -91,6 +95,7 @@ class Distributed(Coordinator):
         self._agreed_on_broadcast = False
         self.layout.attach(states, intervals())
         self.rounds.buckets.clear()
+        self.spreading.attach(states)
         self.ownership.assign(states, groups)
 
     def use(self, placement: Placement) -> None:
@@ -143,7 +148,7 @@ class Distributed(Coordinator):
         if self.separate_gradients:
             consistency.check_parameters(self.world, trained)
         else:
-            consistency.check_gradients(self.world, trained)
+            consistency.check_gradients(self.world, filter(is_whole, trained))
 
     def agree(self, states: Sequence[LayerState]) -> None:
         """Let layers of another shape start again, also where this rank has not observed them.
@@ -223,6 +228,23 @@ class Distributed(Coordinator):
         """Receive the solutions that this rank needs, on which all ranks have agreed."""
         return list(solved)
 
+    def collect(self, states: Sequence[LayerState]) -> None:
+        """Make the gradients of sharded parameters whole where their layers are worked on."""
+        if self.layout.spreads:
+            with self.phases("collect"):
+                self.spreading.collect(states)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether something is so of any rank's shards; whole parameters look the same on all ranks."""
+        if self.layout.sharding is None:
+            return flag
+        return bool(self.world.total([float(flag)]).item())
+
+    def part_weight(self, parameter: nn.Parameter) -> float:
+        """One over the number of ranks that hold the same part of a parameter, if it is sharded."""
+        sharding = self.layout.sharding
+        return 1.0 if sharding is None else sharding.part_weight(self.world, parameter)
+
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send preconditioned gradients along the row, where some of its ranks do not have them."""
         if self.layout.spreads:
@@ -251,8 +273,12 @@ class Distributed(Coordinator):
         return flat[0]
 
     def add_up_parameters(self, total: Tensor) -> Tensor:
-        """Add a number over parameters, of which each rank knows those that it steps."""
-        return self.ownership.add_up(total)
+        """Add a number over parameters, of which each rank knows those, or the parts, that it steps."""
+        if self.layout.sharding is None:
+            return self.ownership.add_up(total)
+        flat = total.reshape(1).clone()
+        self.world.all.all_reduce("rescale", flat).wait()
+        return flat[0]
 
     def stats(self) -> dict[str, Any]:
         """What has travelled, and how long this rank has waited for it."""

@@ -9,10 +9,11 @@ from typing import Any
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.distributed.sharding import Sharding
 from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.placement.costs import Compute, LayerUnit, Link
 from kronfac.placement.place import Placement, Task, place
-from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid
+from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid, Sharded
 from kronfac.planner.choose import choose
 from kronfac.protocol.block import Statistic
 from kronfac.state.layer_state import LayerState
@@ -21,9 +22,13 @@ from kronfac.state.layer_state import LayerState
 class Layout:
     """Layers, their names and their work in numbers, and the placement of that work."""
 
-    def __init__(self, world: ProcessGroup, settings: Distribute) -> None:
+    def __init__(
+        self, world: ProcessGroup, settings: Distribute, sharding: Sharding | None = None
+    ) -> None:
         self.world = world
         self.settings = settings
+        #: How parameters are sharded, unless all of them are whole.
+        self.sharding = sharding
         self.placement: Placement | None = None
         #: The layers' work in numbers, and their names, which are unique in the model.
         self.units: dict[LayerState, LayerUnit] = {}
@@ -52,15 +57,20 @@ class Layout:
 
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         placement = self._placement_of(units, refresh_every)
-        if self.settings.scheme in ("auto", "spd"):  # they follow measurements
+        if self.scheme in ("auto", "spd"):  # they follow measurements
             placement = Placement.from_json(self.world.first(placement.to_json()))
         if self.placement is not None:
             assignments = {**self.placement.assignments, **placement.assignments}
             placement = Placement(placement.scheme, placement.grid, assignments)
         self.use(placement)
 
+    @property
+    def scheme(self) -> str | Hybrid | Sharded:
+        """What was asked for, or what sharded parameters ask for."""
+        return self.settings.scheme if self.sharding is None else Sharded(self.sharding.replicas)
+
     def _placement_of(self, units: Sequence[LayerUnit], refresh_every: int) -> Placement:
-        scheme = self.settings.scheme
+        scheme = self.scheme
         if scheme == "auto" and self.placement is not None:
             scheme, grid = self.placement.scheme, self.placement.grid
             scheme = scheme if scheme in SCHEMES else Hybrid(grid.workers / grid.size)

@@ -95,7 +95,18 @@ class Local(Coordinator):
     def spread_weights(self) -> None:
         """Nobody else needs them."""
 
+    def anywhere(self, flag: bool) -> bool:
+        """There is no other rank."""
+        return flag
+
+    def part_weight(self, parameter: nn.Parameter) -> float:
+        """All of it is here."""
+        return 1.0
+
     # --- the phases of a step -------------------------------------------------------------------
+
+    def collect(self, states: Sequence[LayerState]) -> None:
+        """Gradients are whole."""
 
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Nothing has left that could be incomplete."""

@@ -19,6 +19,12 @@ class Spreading:
         self._arranged: tuple[Collectives, tuple[Item, ...]] | None = None
         self._broadcasts: list[Broadcast] = []
 
+    def attach(self, states: Sequence[LayerState]) -> None:
+        """Gradients stay where they are."""
+
+    def collect(self, states: Sequence[LayerState]) -> None:
+        """Gradients are whole on all ranks."""
+
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the gradients of some layers along the row, and write down what is received."""
         by_key = {self.layout.key(state, "gradient"): state for state in states}

@@ -53,7 +53,8 @@ class AttentionProjection(LinearLayer):
         return self._third(bias)
 
     def _weight_shape(self) -> tuple[int, ...]:
-        return tuple(self._own_weight(self.weight).shape)
+        rows, *columns = self.weight.shape  # a part of a sharded weight is not to be taken
+        return (rows // 3 if self.packed else rows, *columns)
 
     def _to_matrix(self, grad: Tensor) -> Tensor:
         return self._own_weight(grad)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.layers.rows import Rows
+from kronfac.layers.shards import accumulates, is_gathered_form, plain_type
 
 #: Called for one product of a module's forward with the layer's part, the inputs and the output. The
 #: forward continues with the output that it returns.
@@ -62,6 +63,8 @@ class Layer(ABC):
             )
         self.weight: nn.Parameter = weight
         self.bias: nn.Parameter | None = bias
+        #: What FSDP2 knows of the weight, if it shards it.
+        self.handle: Any = None
         self.bias_trains = self._bias_trains()
 
     @property
@@ -72,7 +75,7 @@ class Layer(ABC):
     @property
     def kind(self) -> str:
         """The module type's name."""
-        return type(self.module).__name__
+        return plain_type(self.module).__name__
 
     @property
     def factor_dtype(self) -> torch.dtype:
@@ -90,6 +93,11 @@ class Layer(ABC):
         """Shape of the gradient matrix, ``(*b, d_out, d_in)``."""
         *batch, d_out, d_in = self._weight_shape()
         return (*batch, d_out, d_in + self.bias_trains)
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the weight has a gradient, or FSDP2 has one of it that it has not reduced yet."""
+        return self.weight.grad is not None or accumulates(self.handle)
 
     def _bias_trains(self) -> bool:
         bias = self.bias
@@ -123,7 +131,8 @@ class Layer(ABC):
 
     def uses(self, module: nn.Module) -> bool:
         """Whether a module computes with this weight now (not ``torch.func.functional_call``)."""
-        return getattr(module, self.weight_name, None) is self.weight
+        found = getattr(module, self.weight_name, None)
+        return found is self.weight or is_gathered_form(self.handle, found)
 
     @abstractmethod
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:

@@ -7,7 +7,6 @@ call. The matrix of a layer with ``C`` channels is ``[C, 1, 2]``, or ``[C, 1, 1]
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import abstractmethod
 from collections.abc import Hashable
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from kronfac.layers.layer import Layer
 from kronfac.layers.rows import DenseRows, Rows
+from kronfac.layers.shards import plain_type
 
 
 class NormLayer(Layer):
@@ -157,7 +157,7 @@ class RMSNormLayer(TrailingNormLayer):
 
 def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:
     """Norms of other libraries, half precision and strided memory: the norm may not keep its input."""
-    foreign = not type(module).__module__.startswith("torch.")
+    foreign = not plain_type(module).__module__.startswith("torch.")
     kind = x.device.type
     narrowed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     half = x.dtype != dtype or narrowed
@@ -180,7 +180,7 @@ def is_rms_norm(module: nn.Module) -> bool:
     """
     own = dict(module.named_parameters())
     weight = own.get("weight")
-    if "Norm" not in type(module).__name__ or len(own) != 1 or weight is None:
+    if "Norm" not in plain_type(module).__name__ or len(own) != 1 or weight is None:
         return False
     if weight.dim() != 1 or epsilon_of(module) is None or weight.device.type == "meta":
         return False
@@ -190,12 +190,13 @@ def is_rms_norm(module: nn.Module) -> bool:
         (1 + torch.rand(*shape, generator=generator, device="cpu")).to(weight.device, weight.dtype)
         for shape in ((2, 3, weight.numel()), weight.shape)
     )
-    twin = copy.copy(module)
+    twin = object.__new__(plain_type(module))
+    vars(twin).update(vars(module))
     twin._parameters = {"weight": nn.Parameter(scale, requires_grad=False)}
     twin._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     try:
         with torch.no_grad():
-            found = type(module).forward(twin, x)
+            found = plain_type(module).forward(twin, x)
     except Exception:  # not a norm after all
         return False
     if not isinstance(found, Tensor) or found.shape != x.shape:

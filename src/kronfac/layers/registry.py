@@ -15,6 +15,7 @@ from kronfac.layers.conv import ConvLayer
 from kronfac.layers.embedding import EmbeddingLayer
 from kronfac.layers.layer import Layer
 from kronfac.layers.linear import LinearLayer, TransposedLinearLayer
+from kronfac.layers.shards import plain_type
 
 LayerType = TypeVar("LayerType", bound=type[Layer])
 
@@ -70,31 +71,32 @@ def register_layer(
 
 def find_layers(name: str, module: nn.Module) -> list[Layer] | str:
     """Return the layers of a module, or the reason why it has none, as half a sentence."""
-    if type(module) in _REGISTERED:
-        return _general_obstacle(module) or [_REGISTERED[type(module)](name, module)]
+    kind = plain_type(module)
+    if kind in _REGISTERED:
+        return _general_obstacle(module) or [_REGISTERED[kind](name, module)]
     if isinstance(module, nn.MultiheadAttention):
         reason = _general_obstacle(module) or _overridden(module, nn.MultiheadAttention)
         if reason is None and not is_plain(module):
             reason = "its forward was replaced, and K-FAC would have to replace it as well"
         return reason or projections(name, module)
-    for kind in type(module).__mro__:
-        if kind in _LAYERS:
-            reason = _obstacle(module, kind)
-            return reason if reason is not None else [_LAYERS[kind](name, module)]
+    for known in kind.__mro__:
+        if known in _LAYERS:
+            reason = _obstacle(module, known)
+            return reason if reason is not None else [_LAYERS[known](name, module)]
     if _is_transposed_linear(module):
         return [TransposedLinearLayer(name, module)]
     if norm.is_rms_norm(module):
         return [norm.RMSNormLayer(name, module)]
-    for kind, reason in _NO_LAYER.items():
-        if isinstance(module, kind):
-            return reason.format(type(module).__name__)
-    return f"{type(module).__name__} is not a known layer type; see kronfac.register_layer"
+    for other, reason in _NO_LAYER.items():
+        if isinstance(module, other):
+            return reason.format(kind.__name__)
+    return f"{kind.__name__} is not a known layer type; see kronfac.register_layer"
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
     """Whether this is the ``Conv1D`` of GPT-2: a linear layer with its weight transposed."""
     weight, width = getattr(module, "weight", None), getattr(module, "nf", None)
-    if type(module).__name__ != "Conv1D" or not isinstance(weight, nn.Parameter):
+    if plain_type(module).__name__ != "Conv1D" or not isinstance(weight, nn.Parameter):
         return False
     return weight.dim() == 2 and weight.shape[1] == width
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from kronfac.layers import Layer, find_layers
+from kronfac.layers.shards import handles, plain_type, reshard
 from kronfac.options.config import Pattern
 
 #: Returns the reason why a layer is left out, or ``None``.
@@ -74,6 +75,8 @@ class Selection:
         self.notes: dict[str, str] = {}
         self._owners: dict[tuple[nn.Parameter, str], Layer] = {}
         model = unwrap(model)
+        reshard(model)  # after an evaluation modules may hold other parameters than optimizers know
+        self._handles = handles(model)
         modules = [(plain_name(name), module) for name, module in model.named_modules()]
         for pattern in (*include, *exclude):
             if isinstance(pattern, str) and not any(
@@ -95,7 +98,9 @@ class Selection:
         found = self._layers_or_reason(name, module)
         used: set[nn.Parameter] = set()
         reason = (
-            found if isinstance(found, str) else f"{type(module).__name__} does not multiply by it"
+            found
+            if isinstance(found, str)
+            else f"{plain_type(module).__name__} does not multiply by it"
         )
         for layer in [] if isinstance(found, str) else found:
             obstacle = self._take(layer, module)
@@ -109,6 +114,7 @@ class Selection:
 
     def _take(self, layer: Layer, module: nn.Module) -> str | None:
         """Select a layer, or say why not."""
+        layer.handle = self._handles.get(layer.weight)
         obstacle = self.refuse(layer)
         if obstacle is not None:
             return obstacle

@@ -14,55 +14,53 @@ from torch import Tensor
 from kronfac.layers.conv import ConvLayer
 from kronfac.layers.layer import Layer
 from kronfac.layers.norm import NormLayer
+from kronfac.layers.parameter_view import ParameterView
 
 #: Where a matrix goes: a view of a gradient, and the value.
 Place = tuple[Tensor, Tensor]
 
 
-def stack_kind(layer: Layer) -> Hashable:
+def stack_kind(view: ParameterView) -> Hashable:
     """What layers have in common whose gradients can be stacked at this step."""
-    weight, bias = layer.weight, layer.bias
-    assert weight.grad is not None
-    own = bias if layer.bias_trains else None
-    dtype = None if own is None or own.grad is None else own.grad.dtype
-    return type(layer), weight.shape, layer.factor_dtype, weight.grad.dtype, dtype
+    layer, bias = view.layer, view.bias_grad
+    dtype = None if bias is None else bias.dtype
+    kind = type(layer), layer.weight.shape, layer.factor_dtype
+    return *kind, view.weight_grad.dtype, dtype
 
 
-def stacked_gradients(layers: Sequence[Layer]) -> Tensor:
+def stacked_gradients(views: Sequence[ParameterView]) -> Tensor:
     """Gradient matrices ``[k, *b, d_out, d_in]`` in factor precision, in memory of their own."""
-    first = layers[0]
-    grads = [grad for layer in layers if (grad := layer.weight.grad) is not None]
+    first = views[0].layer
+    grads = [view.weight_grad for view in views]
     if _is_conv(first):  # one permuted copy, not one for each
-        matrices = torch.stack(grads).movedim(2, -1).reshape(len(layers), *first._weight_shape())
+        matrices = torch.stack(grads).movedim(2, -1).reshape(len(views), *first._weight_shape())
     else:
-        own = [layer._to_matrix(grad) for layer, grad in zip(layers, grads, strict=True)]
+        own = [view.layer._to_matrix(grad) for view, grad in zip(views, grads, strict=True)]
         matrices = torch.stack(own)
     matrices = matrices.to(first.factor_dtype)
     if first.bias is None or not first.bias_trains:
         return matrices
-    columns = torch.stack([_bias_column(layer) for layer in layers])
+    columns = torch.stack([view.bias_column() for view in views])
     columns = columns.reshape(*matrices.shape[:-1], 1).to(matrices.dtype)
     return torch.cat([matrices, columns], dim=-1)
 
 
-def places(layers: Sequence[Layer], matrices: Tensor) -> list[Place]:
+def places(views: Sequence[ParameterView], matrices: Tensor) -> list[Place]:
     """Where the parts of matrices ``[k, *b, d_out, d_in]`` belong."""
     found: list[Place] = []
-    first = layers[0]
+    first = views[0].layer
     if first.bias is not None and first.bias_trains:
-        if first.bias.grad is not None:
-            for layer, column in zip(layers, matrices[..., -1].unbind(), strict=True):
-                assert layer.bias is not None
-                assert layer.bias.grad is not None
-                target = layer._own_bias(layer.bias.grad)
+        for view, column in zip(views, matrices[..., -1].unbind(), strict=True):
+            if (grad := view.bias_grad) is not None:
+                target = view.layer._own_bias(grad)
                 found.append((target, column.reshape(target.shape)))
         matrices = matrices[..., :-1]
-    grads = [grad for layer in layers if (grad := layer.weight.grad) is not None]
+    grads = [view.weight_grad for view in views]
     if _is_conv(first) or _is_norm(first):
         values = _as_weights(first, matrices)
         return [*found, *zip(grads, values.unbind(), strict=True)]
-    for layer, grad, matrix in zip(layers, grads, matrices.unbind(), strict=True):
-        found.append(layer._weight_place(grad, matrix))
+    for view, grad, matrix in zip(views, grads, matrices.unbind(), strict=True):
+        found.append(view.layer._weight_place(grad, matrix))
     return found
 
 
@@ -81,12 +79,6 @@ def _as_weights(layer: Layer, matrices: Tensor) -> Tensor:
     d_out, d_in, *kernel = shape
     # In the order of the gradients, for which all of them can be copied at once.
     return matrices.reshape(count, d_out, *kernel, d_in).movedim(-1, 2).contiguous()
-
-
-def _bias_column(layer: Layer) -> Tensor:
-    bias = layer.bias
-    assert bias is not None
-    return layer._own_bias(bias.grad if bias.grad is not None else torch.zeros_like(bias))
 
 
 def _is_conv(layer: Layer) -> bool:

@@ -22,6 +22,7 @@ from kronfac.capture.outputs import Outputs
 from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp, version
 from kronfac.distributed.distributed import Distributed
+from kronfac.distributed.sharding import Sharding, sharding_of
 from kronfac.layers.selection import outermost, plain_name, unwrap
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.closures import Closures
@@ -48,6 +49,7 @@ from kronfac.step.validation import (
     check_process_group,
     check_rank,
     check_ranks,
+    check_sharded,
     check_tensors,
     narrow_products,
 )
@@ -119,22 +121,25 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
             world = ProcessGroup(group_of(model) if process_group is None else process_group)
+            sharding = sharding_of(world, self._names(), distribute)
             if process_group is not None:
                 self._ranks, self._timeout = world.global_ranks, world.timeout
             if world.size > 1:
-                self._join(world)
+                self._join(world, sharding)
 
-    def _join(self, world: ProcessGroup) -> None:
+    def _join(self, world: ProcessGroup, sharding: Sharding | None) -> None:
         """Share the work out over ranks, after it is clear that they have the same in mind."""
         preconditioner = self._preconditioner
         world.check_equal(self._fingerprint())
-        check_ranks(
-            self._distribute.scheme,
-            preconditioner.options.rescale,
-            is_adaptive(preconditioner.schedules.get("damping")),
-        )
+        rescale = preconditioner.options.rescale
+        adapts_damping = is_adaptive(preconditioner.schedules.get("damping"))
+        check_ranks(self._distribute.scheme, rescale, adapts_damping)
+        if sharding is not None:
+            check_sharded(rescale, adapts_damping)
         averaged = uses_ddp(self.model)
-        coordinator = Distributed(world, self._distribute, preconditioner.phases, not averaged)
+        coordinator = Distributed(
+            world, self._distribute, preconditioner.phases, not averaged, sharding
+        )
         preconditioner.join(coordinator, self.param_groups)
 
     def _fingerprint(self) -> dict[str, Any]:

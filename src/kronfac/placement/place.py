@@ -9,7 +9,7 @@ from kronfac.placement.assignment import Assignment, Placement, Task
 from kronfac.placement.balance import divide, longest_first
 from kronfac.placement.costs import Compute, LayerUnit, Link, PartUnit
 from kronfac.placement.grid import Grid, nearest_divisor
-from kronfac.placement.scheme import SCHEMES, Hybrid
+from kronfac.placement.scheme import SCHEMES, Hybrid, Sharded
 
 __all__ = [
     "Assignment",
@@ -26,7 +26,7 @@ __all__ = [
 def place(
     layers: Sequence[LayerUnit],
     size: int,
-    scheme: str | Hybrid,
+    scheme: str | Hybrid | Sharded,
     *,
     link: Link | None = None,
     compute: Compute | None = None,
@@ -52,7 +52,7 @@ def place(
     """
     link, compute = link or Link(), compute or Compute()
     grid = Grid(size, _workers(scheme, size))
-    columns = _columns(layers, grid, scheme, compute, refresh_every, balanced)
+    columns = _columns(layers, grid, scheme, link, compute, refresh_every, balanced)
     members: list[list[LayerUnit]] = [[] for _ in range(grid.columns)]
     for layer, column in zip(layers, columns, strict=True):
         members[column].append(layer)
@@ -141,10 +141,12 @@ class _Job:
         return max(0.0, solution) + max(0.0, summed)
 
 
-def _workers(scheme: str | Hybrid, size: int) -> int:
+def _workers(scheme: str | Hybrid | Sharded, size: int) -> int:
     """How many ranks work on each layer."""
     if isinstance(scheme, Hybrid):
         return nearest_divisor(size, scheme.fraction)
+    if isinstance(scheme, Sharded):
+        return scheme.replicas
     if scheme in ("replicated", "comm-opt", "spd"):
         return size
     if scheme in ("mem-opt", "local", "layer-parallel"):
@@ -156,13 +158,15 @@ def _workers(scheme: str | Hybrid, size: int) -> int:
 def _columns(
     layers: Sequence[LayerUnit],
     grid: Grid,
-    scheme: str | Hybrid,
+    scheme: str | Hybrid | Sharded,
+    link: Link,
     compute: Compute,
     refresh_every: int,
     balanced: bool,
 ) -> list[int]:
     """A column for every layer."""
-    together = scheme == "layer-parallel"
+    exchanged = isinstance(scheme, Sharded)
+    together = exchanged or scheme == "layer-parallel"
     names = [layer.tied_to or layer.name if together else layer.name for layer in layers]
     weights = dict.fromkeys(names, 0.0)
     for name, layer in zip(names, layers, strict=True):
@@ -170,6 +174,8 @@ def _columns(
         # The workers of a column divide its solving; each of them preconditions all of it.
         weights[name] += solve / (refresh_every * grid.workers)
         weights[name] += compute.product(layer.precondition_flops)
+        if exchanged:  # its gradient comes and goes
+            weights[name] += 2 * layer.gradient_bytes * link.seconds_per_byte
     chosen = (
         longest_first(list(weights.values()), grid.columns)
         if balanced
@@ -179,7 +185,7 @@ def _columns(
     return [column[name] for name in names]
 
 
-def _everywhere(job: _Job, scheme: str | Hybrid, size: int) -> bool:
+def _everywhere(job: _Job, scheme: str | Hybrid | Sharded, size: int) -> bool:
     """Whether all workers solve it redundantly: always, or where that is faster than a broadcast."""
     if job.part.by_each:
         return True

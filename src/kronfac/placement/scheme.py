@@ -39,6 +39,19 @@ class Hybrid:
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """What sharded parameters ask for: each layer has one worker among the ranks that hold its shards.
+
+    It is KAISA's grid with one row for each of the ``replicas`` of all shards.
+    """
+
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        return "sharded"
+
+
+@dataclass(frozen=True)
 class Distribute:
     """A scheme and its details. ``distribute="comm-opt"`` is short for ``Distribute("comm-opt")``.
 

@@ -210,7 +210,8 @@ class LayerState:
             statistic = running.statistic
             if statistic.combine == "gather":
                 shape = [*statistic.shape[:-1], 0, statistic.shape[-1]]
-                empty = self.layer.weight.new_zeros(shape, dtype=self.layer.factor_dtype)
+                dtype, device = self.layer.factor_dtype, self.layer.weight.device
+                empty = torch.zeros(shape, dtype=dtype, device=device)
                 rows[name] = empty if running.sum is None else running.sum
         return rows
 

@@ -136,7 +136,7 @@ class Batches:
                 now: dict[Hashable, list[LayerState]] = {}
                 for state in batch.states:
                     if state in present:
-                        key = present[state], stack_kind(state.layer)
+                        key = present[state], stack_kind(state.view)
                         now.setdefault(key, []).append(state)
                 found += [Group(chosen, batch) for chosen in now.values()]
         return found

@@ -173,6 +173,7 @@ class Preconditioner:
         coordinator.agree(states)
         coordinator.reduce_gradients()
         self._clip(groups)
+        coordinator.collect(states)
         taken = self.capture.due
         if taken:
             with self.phases("reduce"):
@@ -264,7 +265,8 @@ class Preconditioner:
         with self.phases("clip"):
             trained = [p for group in groups for p in group["params"]]
             own = [p for p in trained if self.coordinator.steps(p)]
-            clip_gradients(own, bound, self.coordinator.add_up_parameters)
+            add_up, weight = self.coordinator.add_up_parameters, self.coordinator.part_weight
+            clip_gradients(own, bound, add_up, weight)
 
     def is_empty_step(self, groups: ParamGroups) -> bool:
         """Whether this is the zero-gradient step by which loaders make state appear."""

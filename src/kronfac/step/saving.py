@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kronfac.layers.shards import local
 from kronfac.state import state_dict as checkpoint
 from kronfac.statistics.screening import screen_all
 
@@ -122,13 +123,16 @@ def is_empty_step(preconditioner: Preconditioner, groups: Iterable[dict[str, Any
     Such a step comes before the first one, or with all learning rates at zero and no forward before it,
     all of which the host knows.
     """
-    if any(not state.pending.empty for state in preconditioner.layers.values()):
-        return False
     idle = all(_is_zero_on_host(group.get("lr")) for group in groups)
-    if preconditioner.clock.step and (preconditioner.capture.forward_seen or not idle):
+    if not preconditioner.layers or (preconditioner.clock.step and not idle):
         return False
-    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return bool(preconditioner.layers) and not any(bool(grad.any()) for grad in grads)
+    moves = any(not state.pending.empty for state in preconditioner.layers.values())
+    moves |= bool(preconditioner.clock.step) and preconditioner.capture.forward_seen
+    if not moves:
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        moves = any(bool(local(grad).any()) for grad in grads)
+    # A shard may be zero, or empty, where others are not: no rank decides alone.
+    return not preconditioner.coordinator.anywhere(moves)
 
 
 def _is_zero_on_host(rate: Any) -> bool:

@@ -63,8 +63,7 @@ class Updates:
         names = [state.name for group in chosen for state in group.states]
         with self.phases.part("precondition", *names):
             damping = self._damping(chosen, step)
-            layers = [[state.layer for state in group.states] for group in chosen]
-            before = [stacked_gradients(own) for own in layers]
+            before = [stacked_gradients([state.view for state in group.states]) for group in chosen]
             moments = [
                 [self._moment(state, step, damping, rates, seed) for state in group.states]
                 for group in chosen
@@ -169,8 +168,7 @@ class Updates:
             factors = own_factors(rules, steps, self._agreements([group for group, _ in updates]))
         found: list[Place] = []
         for (group, _), step, length in zip(updates, steps, factors, strict=True):
-            layers = [state.layer for state in group.states]
-            found += places(layers, step.times(length))
+            found += places([state.view for state in group.states], step.times(length))
         write(found)
 
     def _agreements(self, groups: Sequence[Group]) -> list[Tensor | None]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronfac.layers import Layer
+from kronfac.layers.shards import obstacle
 from kronfac.linalg.narrow import in_words
 from kronfac.options.config import Options, ShareOf
 from kronfac.state.layer_state import LayerState
@@ -40,11 +41,8 @@ def check_model(model: nn.Module) -> None:
             "use one process per device."
         )
     for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
-            raise ValueError(
-                f"parameter {name!r} is sharded (DTensor), which is not supported in this version: "
-                "train with whole parameters on every rank."
-            )
+        if (sentence := obstacle(name, parameter)) is not None:
+            raise ValueError(sentence)
 
 
 def check_process_group(group: object) -> None:
@@ -76,6 +74,19 @@ def check_ranks(scheme: object, rescale: str | None, adapts_damping: bool) -> No
             raise ValueError(
                 f"{name} needs every rank's gradients, which distribute='layer-parallel' leaves with "
                 "their owners: choose another scheme."
+            )
+
+
+def check_sharded(rescale: str | None, adapts_damping: bool) -> None:
+    """Raise if a step needs whole gradients of all layers at once, which no rank has of sharded ones."""
+    for name, used in (
+        ("rescale='quadratic'", rescale == "quadratic"),
+        ("damping=LevenbergMarquardt(...)", adapts_damping),
+    ):
+        if used:
+            raise ValueError(
+                f"{name} needs the whole gradient of every layer on each rank, and the parameters of "
+                "this model are sharded; choose another, or train with DistributedDataParallel."
             )
 
 
@@ -211,7 +222,8 @@ def check_tensors(layers: Iterable[Layer], groups: Iterable[dict[str, Any]]) -> 
                 "wrapper that flattens parameters has replaced it, and K-FAC needs each layer's own "
                 "gradient; train without that wrapper."
             )
-        if all(p is not layer.weight for p in layer.module.parameters()):
+        known = (*layer.module.parameters(), getattr(layer.handle, "sharded_param", None))
+        if all(p is not layer.weight for p in known):
             raise RuntimeError(
                 f"the weight of layer {layer.name!r} was replaced after the optimizer was made (by "
                 "to_empty or assignment, for example); build the optimizer after that."
@@ -226,7 +238,7 @@ def _refuse_flat_parameters(model: nn.Module) -> None:
     if wrapped or any(getattr(p, "_fsdp_flattened", False) for p in model.parameters()):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters, and "
-            "K-FAC needs each layer's own gradient; use DistributedDataParallel."
+            "K-FAC needs each layer's own gradient; use fully_shard (FSDP2) or DistributedDataParallel."
         )
 
 

@@ -141,6 +141,21 @@ class Collectives:
         kept = [part[..., :count, :] for part, count in zip(found, counts, strict=True)]
         return torch.cat(kept, dim=-2)
 
+    def exchange(
+        self, phase: Phase, flat: Tensor, splits: list[int], found: Tensor, sizes: list[int]
+    ) -> Arrival:
+        """Send a piece of ``flat`` to each member, and receive one of each in ``found``."""
+        if self.size == 1:
+            found.copy_(flat)
+            return Arrival(phase)
+        stays = splits[self._place(self.rank)]
+        self._record(phase, "exchange", flat[: flat.numel() - stays])
+        work = self._start(
+            phase,
+            lambda: dist.all_to_all_single(found, flat, sizes, splits, self.group, async_op=True),
+        )
+        return Arrival(phase, [work])
+
     def _is_direct(self, flat: Tensor) -> bool:
         return self.direct and flat.device.type == "cpu"  # Gloo sends from the host's memory only
 

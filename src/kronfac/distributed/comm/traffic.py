@@ -7,7 +7,7 @@ from typing import Any, Literal
 #: The phases in which tensors travel.
 TRAVELLING = ("reduce", "share", "spread", "rescale")
 Phase = Literal["reduce", "share", "spread", "rescale", "control"]
-Kind = Literal["all_reduce", "reduce", "broadcast", "gather"]
+Kind = Literal["all_reduce", "reduce", "broadcast", "gather", "exchange"]
 
 
 def ring_bytes(kind: Kind, size: int, ranks: int) -> float:

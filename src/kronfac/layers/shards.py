@@ -1,0 +1,184 @@
+"""Parameters of which each rank holds a part: ``DTensor``, and what FSDP2 does to modules.
+
+This is the only file that knows either. A part is a *box*: a range of each dimension of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: From where to where a part reaches, in each dimension of the whole.
+Box = tuple[slice, ...]
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether this is a ``DTensor``; without importing it, which takes a second."""
+    known = sys.modules.get("torch.distributed.tensor")
+    return known is not None and isinstance(value, known.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is here, in the same memory; all of it unless it is a ``DTensor``."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        found: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return found
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether all of a tensor is on every rank that has a part of it."""
+    if not is_dtensor(tensor):
+        return True
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return all(one.is_replicate() or mesh.size(axis) == 1 for axis, one in enumerate(placements))
+
+
+def root_mesh(tensor: Tensor) -> Any:
+    """The mesh of all ranks that the mesh of a ``DTensor`` is a slice of, or that mesh itself."""
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return mesh._get_root_mesh()
+
+
+def axes_of(tensor: Tensor) -> list[int] | None:
+    """The axes of the root mesh that a ``DTensor`` is placed on; ``None`` if they are others."""
+    mesh, root = tensor.device_mesh, root_mesh(tensor)  # type: ignore[attr-defined]
+    if mesh is root or mesh == root:
+        return list(range(root.ndim))
+    names = root.mesh_dim_names or ()
+    if any(name not in names for name in mesh.mesh_dim_names or [""]):
+        return None
+    return [names.index(name) for name in mesh.mesh_dim_names]
+
+
+def box_of(tensor: Tensor, rank: int) -> Box:
+    """The part of a tensor that a global rank holds."""
+    box = [slice(0, size) for size in tensor.shape]
+    if not is_dtensor(tensor):
+        return tuple(box)
+    root, placements, axes = root_mesh(tensor), tensor.placements, axes_of(tensor)  # type: ignore[attr-defined]
+    assert axes is not None
+    (place,) = (root.mesh == rank).nonzero().tolist()
+    # FSDP2 shards what tensor parallelism has left, although its dimension of the mesh comes first.
+    order = sorted(range(len(axes)), key=lambda index: _is_strided(placements[index]))
+    for index in order:
+        if not placements[index].is_replicate():
+            dim, axis = placements[index].dim, axes[index]
+            box[dim] = _chunk(box[dim], place[axis], root.size(axis))
+    return tuple(box)
+
+
+def _chunk(whole: slice, index: int, count: int) -> slice:
+    """What ``torch.chunk`` gives to one of several; the last ones may be empty."""
+    size = -(-(whole.stop - whole.start) // count)
+    start = min(whole.start + index * size, whole.stop)
+    return slice(start, min(start + size, whole.stop))
+
+
+def obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why a parameter's placement is not supported, as a sentence."""
+    if not is_dtensor(tensor):
+        return None
+    placements = tensor.placements  # type: ignore[attr-defined]
+    known = all(one.is_replicate() or _is_chunked(one) for one in placements)
+    if known and axes_of(tensor) is not None:
+        box = box_of(tensor, torch.distributed.get_rank())
+        if tuple(one.stop - one.start for one in box) == tuple(local(tensor).shape):
+            return None
+    return (
+        f"parameter {name!r} is placed as {tuple(placements)}, and K-FAC knows whole parameters and "
+        "chunks of a dimension (Shard) only; shard it with fully_shard or parallelize_module."
+    )
+
+
+def _is_chunked(placement: Any) -> bool:
+    return placement.is_shard() or _is_strided(placement)
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------
+
+
+def _fsdp() -> Any:
+    """FSDP2's module, if somebody has imported it."""
+    return sys.modules.get("torch.distributed.fsdp")
+
+
+def _is_sharded_module(module: nn.Module) -> bool:
+    fsdp = _fsdp()
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was before ``fully_shard``, which makes a subclass of it."""
+    kind = type(module)
+    if not _is_sharded_module(module):
+        return kind
+    known: type[nn.Module] = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+    return known
+
+
+def reshard(model: nn.Module) -> None:
+    """Let modules have the parameters again that optimizers know; a forward may have left others."""
+    for module in model.modules():
+        if _is_sharded_module(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if _is_sharded_module(module):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+            found = [state._fsdp_param_group] if several is None else several
+            yield from (one for one in found if one is not None)
+
+
+def handles(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """By sharded parameter, what FSDP2 knows of it."""
+    return {one.sharded_param: one for group in _groups(model) for one in group.fsdp_params}
+
+
+def sharded_places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """By module and attribute, the parameter that an optimizer knows, whatever is there now."""
+    found = {}
+    for group in _groups(model):
+        for one in group.fsdp_params:
+            info = one._module_info
+            modules, names = [info.module, *info.shared_modules], info.shared_param_names
+            for module, name in zip(modules, [info.param_name, *names], strict=True):
+                found[module, name] = one.sharded_param
+    return found
+
+
+def is_gathered_form(handle: Any, parameter: object) -> bool:
+    """Whether a module computes with this in place of a sharded parameter."""
+    return handle is not None and getattr(handle, "_unsharded_param", None) is parameter
+
+
+def accumulates(handle: Any) -> bool:
+    """Whether FSDP2 holds gradients that it has not reduced yet, so that ``.grad`` is ``None``."""
+    if handle is None:
+        return False
+    gathered = getattr(handle, "_unsharded_param", None)
+    return handle.unsharded_accumulated_grad is not None or (
+        gathered is not None and gathered.grad is not None
+    )
+
+
+def sums_gradients(model: nn.Module) -> bool:
+    """Whether gradients are added up over ranks and not averaged (``set_gradient_divide_factor(1)``)."""
+    return any(group.gradient_divide_factor == 1 for group in _groups(model))
+
+
+def averages_gradients(model: nn.Module) -> bool:
+    """Whether FSDP2, or ``replicate``, reduces gradients over ranks."""
+    return any(_is_sharded_module(module) for module in model.modules())
