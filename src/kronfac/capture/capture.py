@@ -21,6 +21,8 @@ from kronfac.capture import compiled
 from kronfac.capture.hooks import (
     Hook,
     first_tensor,
+    inside_backward,
+    inside_transform,
     is_batched,
     observing,
     watch_gradient,
@@ -104,7 +106,7 @@ class Capture:
     def attach_model(self, model: nn.Module) -> None:
         """Watch the outermost forward, which says how many samples there are."""
         traced = compiled.TracedModel(self.number, self.switch, self._counts_terms)
-        opening = Hook(self._open, traced=traced.open)
+        opening = Hook(self.open_forward, traced=traced.open)
         closing = Hook(self._close, traced=traced.close)
         self._handles.append(model.register_forward_pre_hook(opening, with_kwargs=True))
         self._handles.append(
@@ -194,14 +196,17 @@ class Capture:
 
     # --- the model's forward --------------------------------------------------------------------
 
-    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def open_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Before the forward; torch still calls a hook that this forward has removed, without kwargs."""
         self._note_forward(module)
         if not self.switch.on:
             return
         self.switch.depth += 1
-        if self.switch.depth > 1 or _inside_transform() or not torch.is_grad_enabled():
+        if self.switch.depth > 1 or inside_transform() or not torch.is_grad_enabled():
             return
-        if _inside_backward():
+        if inside_backward():
             return  # activation checkpointing repeats a forward that was seen
         forward_pass = self.new_pass(first_tensor((args, kwargs)), module.training)
         if forward_pass is not None:
@@ -269,8 +274,8 @@ class Capture:
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, forward_pass = not self._paused and not _inside_transform(), self._current
-        if counts and _inside_backward():
+        counts, forward_pass = not self._paused and not inside_transform(), self._current
+        if counts and inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
@@ -438,12 +443,3 @@ class Capture:
             if state.pending.has_outputs and not state.layer.holds_gradient:
                 self.clear_outputs()
                 return
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _inside_transform() -> bool:
-    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

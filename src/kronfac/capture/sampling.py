@@ -135,7 +135,7 @@ class Observer:
     def _send_compiled(self, outputs: Tensor, gradient: Tensor, draw: int, share: float) -> None:
         """Compiled products have no outputs to ask for; their backward reports as it passes."""
         products = self.capture.calls.products.values()
-        weights = list(dict.fromkeys(state.layer.weight for state, _ in products))
+        weights = list(dict.fromkeys(state.layer.weight_in_use for state, _ in products))
         if not weights:
             return
         self.capture.draw = (draw, share)

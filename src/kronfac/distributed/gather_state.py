@@ -8,14 +8,21 @@ import torch
 import torch.distributed as dist
 
 from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.layers.shards import whole
 
 
 def gather_state(world: ProcessGroup, own: dict[str, Any], to: int) -> dict[str, Any] | None:
     """Put the ranks' state dicts together on one of them, on the CPU; the others get ``None``.
 
-    What several ranks hold is taken from the first of them and sent by no other.
+    What several ranks hold is taken from the first of them and sent by no other; shards are put together.
     """
-    entries = {index: {k: _on_cpu(v) for k, v in e.items()} for index, e in own["state"].items()}
+    entries: dict[Any, dict[str, Any]] = {}
+    for index, entry in own["state"].items():
+        entries[index] = {}
+        for key, value in entry.items():
+            all_of_it = whole(value)  # which all ranks have to ask for, if it is sharded
+            if all_of_it is value or world.rank == to:
+                entries[index][key] = _on_cpu(all_of_it)
     keys = [{index: set(entry) for index, entry in entries.items()}]
     seen: dict[Any, set[str]] = {}
     for rank, theirs in enumerate(world.gather(keys[0])):

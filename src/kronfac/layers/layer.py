@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.layers.rows import Rows
-from kronfac.layers.shards import accumulates, is_gathered_form, plain_type
+from kronfac.layers.shards import accumulates, in_use, is_gathered_form, plain_type
 
 #: Called for one product of a module's forward with the layer's part, the inputs and the output. The
 #: forward continues with the output that it returns.
@@ -93,6 +93,11 @@ class Layer(ABC):
         """Shape of the gradient matrix, ``(*b, d_out, d_in)``."""
         *batch, d_out, d_in = self._weight_shape()
         return (*batch, d_out, d_in + self.bias_trains)
+
+    @property
+    def weight_in_use(self) -> nn.Parameter:
+        """What forwards compute with: the weight, or what FSDP2 has gathered of it."""
+        return in_use(self.handle, self.weight)
 
     @property
     def holds_gradient(self) -> bool:

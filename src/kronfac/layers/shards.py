@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         found: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return found
+
+
+def whole(value: Any) -> Any:
+    """All of a tensor, for which all ranks that have a part of it have to ask."""
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def is_whole(tensor: Tensor) -> bool:
@@ -78,6 +84,24 @@ def _chunk(whole: slice, index: int, count: int) -> slice:
     size = -(-(whole.stop - whole.start) // count)
     start = min(whole.start + index * size, whole.stop)
     return slice(start, min(start + size, whole.stop))
+
+
+def place_like(value: Any, parameter: Tensor) -> Any:
+    """What belongs to a parameter, such as a momentum, sharded as the parameter is."""
+    fits = isinstance(value, Tensor) and value.shape == parameter.shape
+    if not fits or not is_dtensor(parameter) or is_dtensor(value):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    part = value[box_of(parameter, torch.distributed.get_rank())].to(parameter.device)
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    return kind.from_local(
+        part.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def obstacle(name: str, tensor: Tensor) -> str | None:
@@ -135,11 +159,17 @@ def reshard(model: nn.Module) -> None:
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        if _is_sharded_module(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
-            found = [state._fsdp_param_group] if several is None else several
-            yield from (one for one in found if one is not None)
+        yield from _own_groups(module)
+
+
+def _own_groups(module: nn.Module) -> list[Any]:
+    """What a module shards together."""
+    if not _is_sharded_module(module):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    several = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
+    found = [state._fsdp_param_group] if several is None else several
+    return [one for one in found if one is not None]
 
 
 def handles(model: nn.Module) -> dict[nn.Parameter, Any]:
@@ -159,9 +189,48 @@ def sharded_places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter
     return found
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters as an optimizer knows them, whatever modules hold now, each once."""
+    places = sharded_places(model)
+    seen: set[nn.Parameter] = set()
+    for prefix, module in model.named_modules():
+        for name, held in module._parameters.items():
+            if held is None:
+                continue
+            parameter = places.get((module, name), held)
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+def _has_gathered(module: nn.Module) -> bool:
+    """Whether the parameters that a module shards on its own are gathered at this moment."""
+    groups = _own_groups(module)
+    infos = [(one, one._module_info) for group in groups for one in group.fsdp_params]
+    return any(
+        info.module._parameters[info.param_name] is not one.sharded_param for one, info in infos
+    )
+
+
+@contextmanager
+def gathered_again(model: nn.Module) -> Iterator[None]:
+    """Let modules have sharded parameters inside, also if a forward has just gathered them."""
+    modules = [module for module in model.modules() if _has_gathered(module)]
+    reshard(model)
+    yield
+    for module in modules:
+        module.unshard()  # type: ignore[operator]
+
+
 def is_gathered_form(handle: Any, parameter: object) -> bool:
     """Whether a module computes with this in place of a sharded parameter."""
     return handle is not None and getattr(handle, "_unsharded_param", None) is parameter
+
+
+def in_use(handle: Any, parameter: nn.Parameter) -> nn.Parameter:
+    """What modules compute with in place of a parameter."""
+    found: nn.Parameter = getattr(handle, "_unsharded_param", parameter)
+    return found
 
 
 def accumulates(handle: Any) -> bool:

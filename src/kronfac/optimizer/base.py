@@ -23,8 +23,9 @@ from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp, version
 from kronfac.distributed.distributed import Distributed
 from kronfac.distributed.sharding import Sharding, sharding_of
-from kronfac.layers.selection import outermost, plain_name, unwrap
+from kronfac.layers.selection import outermost
 from kronfac.optimizer.base_steps import BaseSteps
+from kronfac.optimizer.binding import Binding
 from kronfac.optimizer.closures import Closures
 from kronfac.optimizer.common import Common
 from kronfac.optimizer.hyperparameters import Hyperparameters
@@ -64,7 +65,7 @@ else:
         """Stands in where torch was built without distributed training."""
 
 
-class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
+class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
     """A ``torch.optim.Optimizer`` that preconditions gradients and lets a base optimizer step.
 
     ``param_groups``, ``state`` and ``defaults`` are the base optimizer's own, so schedulers, scalers and
@@ -111,10 +112,12 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         remove_inert_hooks(model)
         # Optimizer.__init__ would make groups and state of its own; this makes its hooks only.
         Optimizer.__setstate__(self, {})
+        self._bound = {}
         self._preconditioner = Preconditioner(model, method, options, schedules)
         self._preconditioner.attach(self.param_groups)
         for module in outermost(model):
             self._preconditioner.capture.attach_model(module)
+        self._binding = self._watch_binding()
         enlist(self._preconditioner)
         self._advice, self._outputs = Advice(), Outputs(outermost(model))
         self._closures = Closures(self._advice)
@@ -341,7 +344,11 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
 
     def detach(self) -> None:
         """Remove every hook; from now on steps are the base optimizer's own."""
+        self._release()
+
+    def _release(self) -> None:
         self._preconditioner.detach()
+        self._binding.remove()
         self._outputs.remove()
         self._base_steps.remove()
 
@@ -385,7 +392,7 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         self._preconditioner.check_entries(self._names(), entries or {})
         plan = checkpoint.plan_of(state_dict)
         self._preconditioner.resume(plan, self.param_groups, self._names(), entries or {})
-        self.base.load_state_dict(base)
+        self.base.load_state_dict(self._placed(base))
         self._forget_others()
         self._preconditioner.load_entries(self._names(), entries or {})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -396,20 +403,6 @@ class Preconditioned(Hyperparameters, Inspection, Optimizer, Joinable):
         steps = self._preconditioner.coordinator.steps
         for parameter in [p for p in self.state if not steps(p)]:
             del self.state[parameter]
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        """Plain names of the model's and the base optimizer's parameters."""
-        names = {p: plain_name(name) for name, p in unwrap(self.model).named_parameters()}
-        for number, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, f"group{number}.param{index}")
-        return names
-
-    def _names_and_shapes(self) -> tuple[list[list[str]], list[list[list[int]]]]:
-        known = self._names()
-        names = [[known[p] for p in group["params"]] for group in self.param_groups]
-        shapes = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
-        return names, shapes
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what pickles and copies need; hooks are made again by :meth:`__setstate__`."""
