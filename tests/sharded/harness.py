@@ -168,8 +168,9 @@ def on_rank(rank: int, case: Case, way: Way) -> Outcome:
 
 
 def ignore_advice() -> None:
-    """Attention returns views, of which FSDP2 warns; nothing changes them in place here."""
+    """Attention returns views, of which FSDP2 warns, and compilers look at tensors' ``.grad``."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not", UserWarning)
 
 
 def on_ranks(rank: int, runs: list[tuple[Case, Way]]) -> list[Outcome]:

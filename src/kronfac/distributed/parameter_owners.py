@@ -20,6 +20,7 @@ from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item, alike
 from kronfac.distributed.exchange import dense
 from kronfac.distributed.layout import Layout
+from kronfac.layers.shards import local
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.running import count_dtype
@@ -188,10 +189,10 @@ class Ownership:
             for broadcast in self._broadcasts:
                 if broadcast.mine:
                     for key in broadcast.keys:
-                        broadcast.put(key, parameters[int(key)].detach())
+                        broadcast.put(key, local(parameters[int(key)].detach()))
                 broadcast.launch()
             for broadcast in self._broadcasts:
                 broadcast.wait()
                 if not broadcast.mine:
                     for key in broadcast.keys:
-                        parameters[int(key)].copy_(broadcast.take(key))
+                        local(parameters[int(key)]).copy_(broadcast.take(key))
