@@ -262,6 +262,32 @@ def test_trap_5_an_evaluation_leaves_other_tensors_in_the_root() -> None:
 # --- 8, 9, 10, 11, 14: averages, states, meshes -------------------------------------------------
 
 
+TOKENS = case("transformer", steps=4, loss_average="token")
+
+
+def summed_loss(rank: int) -> Any:
+    ignore_advice()
+    with double_precision():
+        model, optimizer = build(TOKENS, Way())
+        model.set_gradient_divide_factor(1.0)
+        for module in model.children():
+            module.set_gradient_divide_factor(1.0)
+        for number in range(TOKENS.steps):
+            x, y = KINDS["transformer"].batch(number, 12)
+            optimizer.zero_grad()
+            scores = model(x[6 * rank : 6 * rank + 6])
+            own = y[6 * rank : 6 * rank + 6].flatten()
+            total = F.cross_entropy(scores.flatten(0, -2), own, reduction="sum")
+            (total / y.numel()).backward()
+            optimizer.step()
+        return whole_parameters(model)
+
+
+def test_trap_8_a_loss_divided_by_the_tokens_of_all_ranks() -> None:
+    for found in run(2, summed_loss):
+        assert_near(found, alone(TOKENS).parameters, "sum over global tokens")
+
+
 def refused(rank: int) -> list[str]:
     model = shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), Way())
     found = []

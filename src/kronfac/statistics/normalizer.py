@@ -14,15 +14,24 @@ _ALL: Mapping[Pass, float] = {}
 
 
 class Normalizer:
-    """N of the whole step: what the loss was divided by, and how much of it each layer saw."""
+    """N of the whole step: what the loss was divided by, and how much of it each layer saw.
+
+    ``everywhere`` is the N of all ranks, where the loss of each was divided by that.
+    """
 
     def __init__(
-        self, passes: Iterable[Pass], loss_average: str | float | None, unscaled: bool
+        self,
+        passes: Iterable[Pass],
+        loss_average: str | float | None,
+        unscaled: bool,
+        everywhere: Tensor | None = None,
     ) -> None:
         self.passes = list(passes)
         self.loss_average = loss_average
         self.unscaled = unscaled
-        self._total = sum((self._weight(forward_pass) for forward_pass in self.passes), start=0.0)
+        #: What this rank saw of it.
+        self.seen = sum((self._weight(forward_pass) for forward_pass in self.passes), start=0.0)
+        self._total = self.seen if everywhere is None else everywhere
 
     def _weight(self, forward_pass: Pass) -> float | Tensor:
         if self.loss_average == "token":
@@ -60,4 +69,8 @@ class Normalizer:
             forward_pass = forward_pass + flag.to(forward_pass.dtype) * weight
         if isinstance(self.loss_average, str):
             return forward_pass
-        return forward_pass * (self.samples / max(self._total, 1.0))
+        return forward_pass * (self.samples / _at_least_one(self._total))
+
+
+def _at_least_one(count: float | Tensor) -> float | Tensor:
+    return count.clamp(min=1.0) if isinstance(count, Tensor) else max(count, 1.0)

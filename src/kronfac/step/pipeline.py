@@ -8,6 +8,7 @@ that sends nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from kronfac.distributed.workload import Intervals
 from kronfac.layers import Layer
 from kronfac.layers.attention import output_projections
 from kronfac.layers.selection import Selection
+from kronfac.layers.shards import sums_gradients
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.checks import check_block
@@ -34,10 +36,10 @@ from kronfac.state import state_dict as checkpoint
 from kronfac.state.fold import fold, fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
-from kronfac.statistics.normalizer import Normalizer
 from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
+from kronfac.step.loss_scale import early_normalizer, normalizer_of
 from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
@@ -92,6 +94,8 @@ class Preconditioner:
         self.random = RandomSeeds()
         self.rows = SampledRows(options.rows)
         self.detached = False
+        #: Whether gradients are added up over ranks and not averaged.
+        self._sums = False
         self.coordinator: Coordinator = Local(self.phases)
         self._updates = Updates(options, schedules, self.transforms, self.phases)
         self._unobserved = Unobserved(options, self.capture)
@@ -238,6 +242,7 @@ class Preconditioner:
 
     def _announce(self) -> None:
         """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
+        self._sums = sums_gradients(self.model)
         self.coordinator.expect(self._coming, self._moment)
 
     def _coming(self) -> Due:
@@ -246,17 +251,8 @@ class Preconditioner:
 
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
-        return Moment(decay, self.capture.passes, self._early_normaliser)
-
-    def _early_normaliser(self) -> Normalizer | None:
-        counts = self.options.loss_average == "token"
-        if counts and any(seen.terms is None for seen in self.capture.passes):
-            return None
-        return self._normaliser()
-
-    def _normaliser(self) -> Normalizer:
-        options = self.options
-        return Normalizer(self.capture.passes, options.loss_average, options.sampled)
+        known = partial(early_normalizer, self.options, self.capture, self._sums)
+        return Moment(decay, self.capture.passes, known)
 
     def _clip(self, groups: ParamGroups) -> None:
         bound = self.options.max_grad_norm
@@ -290,7 +286,8 @@ class Preconditioner:
             self._unobserved.check_outputs(self.method.name, self.capture.passes)
         self.rows.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
-        normalizer = self._normaliser()
+        self._sums = sums_gradients(self.model)
+        normalizer = normalizer_of(self.options, self.capture, self.coordinator, self._sums)
         self.coordinator.settle_broadcast(states, normalizer)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
