@@ -149,7 +149,8 @@ def build(case: Case, way: Way, **further: Any) -> tuple[nn.Module, Any]:
 
 def train(rank: int, model: nn.Module, optimizer: Any, case: Case, first: int = 0) -> None:
     """The steps of a case on this rank's samples."""
-    size, kind = dist.get_world_size(), KINDS[case.model]
+    kind = KINDS[case.model]
+    size = dist.get_world_size() if dist.is_initialized() else 1
     start, end = bounds(case.samples, size, case.uneven)[rank]
     divisor = case.samples / size if case.uneven else None
     for number in range(first, case.steps):

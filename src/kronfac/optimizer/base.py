@@ -32,6 +32,7 @@ from kronfac.optimizer.hyperparameters import Hyperparameters
 from kronfac.optimizer.inspection import Inspection
 from kronfac.optimizer.oversights import advise_on_arguments, advise_on_step, enlist
 from kronfac.optimizer.settings import engine_options, schedules_of, with_defaults
+from kronfac.optimizer.state_view import StateView
 from kronfac.optimizer.trial import Trial
 from kronfac.options.advice import Advice
 from kronfac.options.config import Options, Schedules, is_adaptive
@@ -173,8 +174,8 @@ class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The base optimizer's state."""
-        return self.base.state
+        """The base optimizer's state; an entry that is asked for also shows what is ours."""
+        return StateView(self.base.state, self._own_entry)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -400,9 +401,9 @@ class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
 
     def _forget_others(self) -> None:
         """Drop the base optimizer's state of parameters that other ranks step: it would grow old."""
-        steps = self._preconditioner.coordinator.steps
-        for parameter in [p for p in self.state if not steps(p)]:
-            del self.state[parameter]
+        steps, state = self._preconditioner.coordinator.steps, self.state
+        for parameter in [p for p in state if not steps(p)]:
+            del state[parameter]
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what pickles and copies need; hooks are made again by :meth:`__setstate__`."""

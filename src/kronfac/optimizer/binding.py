@@ -23,6 +23,7 @@ from kronfac.layers.shards import (
     place_like,
     sharded_places,
 )
+from kronfac.state.state_dict import PREFIX
 from kronfac.step.pipeline import Preconditioner
 
 #: Names of parameters.
@@ -64,6 +65,12 @@ class Binding:
         names = [[known[p] for p in group["params"]] for group in self.param_groups]
         shapes = [[list(p.shape) for p in group["params"]] for group in self.param_groups]
         return names, shapes
+
+    def _own_entry(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What :meth:`state_dict` has of a parameter that is ours."""
+        name = self._names().get(parameter, "")
+        found = self._preconditioner.entries({parameter: name}).get(name, {})
+        return {f"{PREFIX}{key}": value for key, value in found.items()}
 
     def _placed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """State of a base optimizer with whole tensors, cut where its parameters are sharded."""

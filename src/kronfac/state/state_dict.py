@@ -54,6 +54,11 @@ def split(
     ``None`` for a checkpoint that a plain optimizer wrote.
     """
     groups = [dict(group) for group in saved["param_groups"]]
+    ours_too = any(_is_ours(key) for entry in saved["state"].values() for key in entry)
+    if ours_too and not any(_NAMES in group for group in groups):
+        for group, known, sizes in zip(groups, names, shapes, strict=True):
+            # A flat state dict has no names, but it was read parameter by parameter.
+            group |= {_NAMES: known, _SHAPES: sizes}
     if not all(_NAMES in group for group in groups):
         plain = {
             index: {key: value for key, value in entry.items() if not _is_ours(key)}

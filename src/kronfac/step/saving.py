@@ -55,7 +55,7 @@ def stats(preconditioner: Preconditioner) -> dict[str, Any]:
 
 
 def entries(preconditioner: Preconditioner, names: Names) -> Entries:
-    """See :meth:`Preconditioner.entries`."""
+    """See :meth:`Preconditioner.entries`; of some parameters, if not all are named."""
     step = torch.tensor(preconditioner.clock.step, dtype=torch.int64, device="cpu")
     partial = torch.tensor(preconditioner.coordinator.is_partial, device="cpu")
     found: dict[str, dict[str, Any]] = {
@@ -75,11 +75,15 @@ def entries(preconditioner: Preconditioner, names: Names) -> Entries:
     if (interval := preconditioner.adaptive_interval()) is not None:
         shared["interval"] = interval.entry()
     for (parameter, _), state in preconditioner.layers.items():
+        if parameter not in names:
+            continue
         entry = found.setdefault(names[parameter], {})
         entry |= checkpoint.layer_entry(state) | shared
     for parameter, update in (
         {} if preconditioner.quadratic is None else preconditioner.quadratic.last
     ).items():
+        if parameter not in names:
+            continue
         found.setdefault(names[parameter], {"step": step})["update"] = update
     return found
 

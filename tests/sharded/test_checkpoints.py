@@ -1,0 +1,186 @@
+"""Checkpoints of sharded training: any number of ranks, whole parameters, several formats."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import kronfac
+from tests.distributed.equivalence import alone, assert_near, case, double_precision
+from tests.distributed.models import BASES, KINDS
+from tests.distributed.ranks import run
+from tests.sharded.harness import Way, ignore_advice, shard, train, whole_parameters
+
+#: Refreshes at 0, 3 and 6; saved in the middle of an interval, when statistics are pending.
+SAVED = 5
+ONE = case("transformer", base="adamw", momentum=0.5, refresh_every=3, steps=8)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Training:
+    """A run that can be saved and resumed; ``kind`` says who holds the parameters."""
+
+    def __init__(self, kind: str) -> None:
+        self.plain: Any = KINDS[ONE.model].model()
+        self.model = self.plain
+        if kind == "FSDP2":
+            shard(self.plain, Way())
+        elif kind == "DDP":
+            self.model = DistributedDataParallel(self.plain)
+        base = BASES[ONE.base](self.plain)
+        self.optimizer = kronfac.KFAC(self.model, base, **dict(ONE.options))
+
+    def train(self, first: int, last: int) -> None:
+        steps = case("transformer", base="adamw", momentum=0.5, refresh_every=3, steps=last)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        train(rank, self.model, self.optimizer, steps, first)
+
+    # --- formats --------------------------------------------------------------------------------
+
+    def save(self, how: str, path: Path) -> None:
+        self.optimizer.consolidate()
+        if how == "file":
+            weights = get_model_state_dict(
+                self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+            )
+            full = self.optimizer.full_state_dict()
+            if full is not None:
+                torch.save({"model": weights, "optimizer": full}, path)
+            if dist.is_initialized():
+                dist.barrier()
+        elif how == "flat":
+            state = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+            dcp.save(
+                {"model": get_model_state_dict(self.model), "optimizer": state}, checkpoint_id=path
+            )
+        else:
+            weights, state = get_state_dict(self.model, self.optimizer)
+            whole = {"model": weights, "optimizer": state}
+            if how == "async":
+                dcp.async_save(whole, checkpoint_id=path).result()
+            else:
+                dcp.save(whole, checkpoint_id=path)
+
+    def load(self, how: str, path: Path) -> None:
+        if how == "file":
+            state = torch.load(path, weights_only=True)
+            options = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(self.model, state["model"], options=options)
+            self.optimizer.load_state_dict(state["optimizer"])
+        elif how == "flat":
+            weights = get_model_state_dict(self.model)
+            state = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+            set_model_state_dict(self.model, weights)
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=FLAT)
+        else:
+            weights, state = get_state_dict(self.model, self.optimizer)
+            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=weights, optim_state_dict=state
+            )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with double_precision(), warnings.catch_warnings():
+        ignore_advice()
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", ".*TypedStorage", UserWarning)
+        warnings.filterwarnings("ignore", ".*torch.distributed.*", UserWarning)
+        yield
+
+
+def save(rank: int, kind: str, how: str, path: Path) -> Any:
+    """Save in the middle and go on; parameters at the end."""
+    with quiet():
+        run_ = Training(kind)
+        run_.train(0, SAVED)
+        run_.save(how, path)
+        run_.train(SAVED, ONE.steps)
+        return whole_parameters(run_.plain)
+
+
+def resume(rank: int, kind: str, how: str, path: Path) -> Any:
+    with quiet():
+        run_ = Training(kind)
+        run_.load(how, path)
+        run_.train(SAVED, ONE.steps)
+        return whole_parameters(run_.plain)
+
+
+def check(tmp_path: Path, how: str, first: tuple[int, str], second: tuple[int, str]) -> None:
+    """Whoever saves and whoever resumes ends where one process ends."""
+    expected = alone(ONE).parameters
+    for found in run(first[0], save, first[1], how, tmp_path / "saved"):
+        assert_near(found, expected, "saved and went on")
+    for found in run(second[0], resume, second[1], how, tmp_path / "saved"):
+        assert_near(found, expected, "resumed")
+
+
+@pytest.mark.parametrize("how", ["file", "dcp"])
+def test_two_ranks_to_two(tmp_path: Path, how: str) -> None:
+    check(tmp_path, how, (2, "FSDP2"), (2, "FSDP2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["file", "dcp", "flat", "async"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, "FSDP2"), (3, "FSDP2")),
+        ((3, "FSDP2"), (1, "FSDP2")),
+        ((3, "FSDP2"), (2, "FSDP2")),
+        ((2, "FSDP2"), (2, "DDP")),
+        ((2, "DDP"), (3, "FSDP2")),
+        ((2, "FSDP2"), (1, "one process")),
+        ((1, "one process"), (2, "FSDP2")),
+    ],
+    ids=str,
+)
+def test_other_ranks(tmp_path: Path, how: str, first: Any, second: Any) -> None:
+    check(tmp_path, how, first, second)
+
+
+def whole_state(rank: int) -> Any:
+    with quiet():
+        run_ = Training("FSDP2")
+        run_.train(0, 3)
+        full = run_.optimizer.full_state_dict()
+        return None if full is None else full["state"]
+
+
+def test_trap_9_the_gathered_state_is_complete() -> None:
+    first, second = run(2, whole_state)
+    assert second is None
+    solutions = [key for entry in first.values() for key in entry if ".solution." in key]
+    with quiet():
+        expected = Training("one process")
+        expected.train(0, 3)
+        state = expected.optimizer.state_dict()["state"]
+    assert sorted(solutions) == sorted(
+        key for entry in state.values() for key in entry if ".solution." in key
+    )
+    for index, entry in state.items():
+        assert entry.keys() == first[index].keys()
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and "schedule" not in key:
+                assert first[index][key].shape == value.shape, key
