@@ -32,6 +32,7 @@ from kronfac.capture.random_state import random_state, set_random_state
 from kronfac.capture.recording import record_input, record_output
 from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
+from kronfac.layers.shards import whole
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
@@ -352,7 +353,7 @@ class Capture:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            recorded = record_input(state, values, forward_pass)
+            recorded = record_input(state, tuple(map(whole, values)), forward_pass)
         if recorded and self.listener is not None:
             self.listener(state, "input")
 
@@ -412,6 +413,7 @@ class Capture:
         if not state.observed:
             return
         with self.phases("observe-output", state.name):
+            grad, kept = whole(grad), tuple(map(whole, kept))
             if scaled:
                 grad = self.unscale(grad, state.layer.factor_dtype)
             recorded = record_output(state, forward_pass, grad, kept, draw, share)

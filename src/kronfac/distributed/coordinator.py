@@ -68,6 +68,9 @@ class Coordinator(ABC):
     #: Whether this process observes all that is observed.
     sees_all: bool
 
+    #: How many ranks observe the same samples.
+    observers: int = 1
+
     # --- who is there, and who does what --------------------------------------------------------
 
     @property

@@ -31,7 +31,7 @@ from kronfac.distributed.shard_exchange import ShardExchange
 from kronfac.distributed.sharding import Sharding
 from kronfac.distributed.spread import Spreading
 from kronfac.distributed.workload import Intervals
-from kronfac.layers.shards import is_whole
+from kronfac.layers.shards import is_whole, settle_gradient
 from kronfac.options.advice import warn_caller
 from kronfac.placement.place import Placement
 from kronfac.placement.scheme import Distribute
@@ -59,6 +59,7 @@ class Distributed(Coordinator):
         sharding: Sharding | None = None,
     ) -> None:
         self.world = world
+        self.observers = 1 if sharding is None else sharding.observers
         self.settings = settings
         self.phases = phases
         self.layout = Layout(world, settings, sharding)
@@ -140,6 +141,8 @@ class Distributed(Coordinator):
     def meet(self, groups: ParamGroups, is_joining: Callable[[], bool], active: bool) -> None:
         """See that all ranks are at the same step, with the same gradients."""
         trained = [p for group in groups for p in group["params"]]
+        for parameter in trained if self.layout.sharding is not None else ():
+            settle_gradient(parameter)
         if is_joining() and not self.separate_gradients:
             exchange_gradients(self.world, trained, active)
         if self._compared:
@@ -210,6 +213,7 @@ class Distributed(Coordinator):
 
     def _add_rows(self, flat: Tensor) -> None:
         self.world.all.all_reduce("reduce", flat).wait()
+        flat.div_(self.observers)  # each of whom has added the same
 
     def observes_gradient(self, state: LayerState) -> bool:
         """Gradients are looked at where they are preconditioned; they are those of the whole batch."""

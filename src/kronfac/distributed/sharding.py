@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from torch import nn
 
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.layers.shards import axes_of, box_of, is_dtensor, is_whole, root_mesh
+from kronfac.layers.shards import axes_of, box_of, data_ranks, is_dtensor, is_whole, root_mesh
 from kronfac.placement.scheme import Distribute
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Ranks that hold the shards of a model, in ``replicas`` groups that hold all of them."""
+    """Ranks that hold the shards of a model.
+
+    Args:
+        replicas: how many groups of ranks hold all shards.
+        observers: how many ranks see the same samples: those of tensor parallelism.
+    """
 
     replicas: int
+    observers: int = 1
 
     def part_weight(self, world: ProcessGroup, parameter: nn.Parameter) -> float:
         """One over the number of ranks that hold the same part of a parameter as this one."""
@@ -26,9 +32,12 @@ class Sharding:
 
 
 def sharding_of(
-    world: ProcessGroup, parameters: Mapping[nn.Parameter, str], settings: Distribute
+    world: ProcessGroup,
+    model: nn.Module,
+    parameters: Mapping[nn.Parameter, str],
+    settings: Distribute,
 ) -> Sharding | None:
-    """How parameters, given with their names, are sharded; ``None`` if all of them are whole."""
+    """How a model's parameters, given with names, are sharded; ``None`` if all of them are whole."""
     sharded = {p: name for p, name in parameters.items() if is_dtensor(p) and not is_whole(p)}
     for parameter, name in sharded.items():
         ranks = root_mesh(parameter).mesh.flatten().tolist()
@@ -45,19 +54,16 @@ def sharding_of(
             f"distribute={str(settings.scheme)!r} is for whole parameters; those of this model are "
             "sharded, which decides who works on what: leave distribute='auto'."
         )
-    return Sharding(_replicas(list(sharded)))
+    root, axes = root_mesh(next(iter(sharded))), set().union(*map(_sharded_axes, sharded))
+    replicas = math.prod(root.size(axis) for axis in range(min(axes)))
+    data = data_ranks(model) or root.size() // math.prod(root.size(axis) for axis in axes)
+    return Sharding(replicas, world.size // data)
 
 
-def _replicas(sharded: list[nn.Parameter]) -> int:
-    """How many ranks there are along the leading axes of the mesh over which nothing is sharded."""
-    root = root_mesh(sharded[0])
-    cut = root.ndim
-    for parameter in sharded:
-        axes = axes_of(parameter) or []
-        for axis, placement in zip(axes, parameter.placements, strict=True):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                cut = min(cut, axis)
-    return math.prod(root.size(axis) for axis in range(cut))
+def _sharded_axes(parameter: nn.Parameter) -> set[int]:
+    """The axes of the root mesh over which a parameter is sharded."""
+    placed = zip(axes_of(parameter) or [], parameter.placements, strict=True)  # type: ignore[attr-defined]
+    return {axis for axis, placement in placed if not placement.is_replicate()}
 
 
 def _some(ranks: list[int]) -> str:

@@ -248,6 +248,25 @@ def sums_gradients(model: nn.Module) -> bool:
     return any(group.gradient_divide_factor == 1 for group in _groups(model))
 
 
+def data_ranks(model: nn.Module) -> int | None:
+    """How many ranks FSDP2 divides batches among; ``None`` without it."""
+    return next((int(group.mesh_info.mesh.size()) for group in _groups(model)), None)
+
+
+def settle_gradient(parameter: nn.Parameter) -> None:
+    """Have a gradient placed as its parameter is, which all ranks see to together.
+
+    Tensor parallelism leaves gradients as operations have made them, also as sums that are still to be
+    added up.
+    """
+    grad = parameter.grad
+    if grad is None or not is_dtensor(grad):
+        return
+    placements = parameter.placements  # type: ignore[attr-defined]
+    if grad.placements != placements:  # type: ignore[attr-defined]
+        parameter.grad = grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+
+
 def averages_gradients(model: nn.Module) -> bool:
     """Whether FSDP2, or ``replicate``, reduces gradients over ranks."""
     return any(_is_sharded_module(module) for module in model.modules())

@@ -125,7 +125,7 @@ class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
         self._base_steps = BaseSteps(base, self._advice, self._preconditioner.capture)
         if dist.is_available() and dist.is_initialized():
             world = ProcessGroup(group_of(model) if process_group is None else process_group)
-            sharding = sharding_of(world, self._names(), distribute)
+            sharding = sharding_of(world, model, self._names(), distribute)
             if process_group is not None:
                 self._ranks, self._timeout = world.global_ranks, world.timeout
             if world.size > 1:

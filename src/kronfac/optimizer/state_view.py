@@ -17,62 +17,62 @@ class StateView(MutableMapping[Any, Any]):
     """The state of a base optimizer; entries that are asked for one by one also show what is ours."""
 
     def __init__(self, base: MutableMapping[Any, Any], ours: Ours) -> None:
-        self._base = base
+        self.own = base
         self._ours = ours
 
     def __getitem__(self, parameter: Any) -> Any:
-        entry, found = self._base[parameter], self._ours(parameter)
+        entry, found = self.own[parameter], self._ours(parameter)
         return _Entry(entry, found) if found else entry
 
     def __setitem__(self, parameter: Any, entry: Any) -> None:
-        self._base[parameter] = entry._base if isinstance(entry, _Entry) else entry
+        self.own[parameter] = entry.own if isinstance(entry, _Entry) else entry
 
     def __delitem__(self, parameter: Any) -> None:
-        del self._base[parameter]
+        del self.own[parameter]
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._base
+        return parameter in self.own
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._base)
+        return iter(self.own)
 
     def __len__(self) -> int:
-        return len(self._base)
+        return len(self.own)
 
     def items(self) -> ItemsView[Any, Any]:
         """The base optimizer's own."""
-        return self._base.items()
+        return self.own.items()
 
     def values(self) -> ValuesView[Any]:
         """The base optimizer's own."""
-        return self._base.values()
+        return self.own.values()
 
     def __repr__(self) -> str:
-        return repr(self._base)
+        return repr(self.own)
 
 
 class _Entry(MutableMapping[str, Any]):
     """What there is for one parameter."""
 
     def __init__(self, base: MutableMapping[str, Any], ours: Mapping[str, Any]) -> None:
-        self._base = base
+        self.own = base
         self._ours = ours
 
     def __getitem__(self, key: str) -> Any:
-        return self._ours[key] if key in self._ours else self._base[key]
+        return self._ours[key] if key in self._ours else self.own[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._base[key] = value
+        self.own[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._base[key]
+        del self.own[key]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._base
+        yield from self.own
         yield from self._ours
 
     def __len__(self) -> int:
-        return len(self._base) + len(self._ours)
+        return len(self.own) + len(self._ours)
 
     def __repr__(self) -> str:
-        return repr(self._base)
+        return repr(self.own)

@@ -22,7 +22,7 @@ def normalizer_of(
     if not sums or options.sampled:
         return own
     here = torch.as_tensor(own.seen, dtype=torch.float64).reshape(1)
-    everywhere = coordinator.total(here)[0]
+    everywhere = coordinator.total(here)[0] / coordinator.observers
     return Normalizer(capture.passes, options.loss_average, options.sampled, everywhere)
 
 
