@@ -221,7 +221,7 @@ class Distributed(Coordinator):
 
     def reduce(self, states: Sequence[LayerState]) -> None:
         """Add up statistics on a factor step that refreshes nothing, unless that is deferred."""
-        if not self.settings.deferred:
+        if not self.layout.defers:
             self.rounds.consolidate(states)
 
     def refresh(self, due: Due, now: Now) -> Iterable[Solved]:

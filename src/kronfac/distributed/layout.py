@@ -152,6 +152,14 @@ class Layout:
         return self.row.size > 1 and not self.owns_parameters
 
     @property
+    def defers(self) -> bool:
+        """Whether ranks keep statistics of their own from one refresh to the next.
+
+        Those who shard their parameters for lack of memory do not: each leaves for its keeper at once.
+        """
+        return self.settings.deferred and self.sharding is None
+
+    @property
     def is_first_row(self) -> bool:
         """Whether this rank is in the first row; the ranks of another row know the same layers."""
         return self.placed.grid.row_of(self.world.rank) == 0

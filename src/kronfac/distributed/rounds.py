@@ -119,6 +119,12 @@ class Rounds:
             self._has_new_statistics = False
         return current, arrivals
 
+    def close(self, current: Round, sums: Mapping[str, Tensor]) -> None:
+        """Leave each statistic with its keeper, and the memory of messages to others if it is scarce."""
+        current.settle(sums)
+        if self.layout.sharding is not None:
+            self.buckets.clear()
+
     def timed(self, arrivals: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """Count the seconds until each message has arrived."""
         while True:
@@ -139,7 +145,7 @@ class Rounds:
             sums: dict[str, Tensor] = {}
             for arrived in arrivals:
                 sums.update(arrived)
-            current.settle(sums)
+            self.close(current, sums)
 
     def decide_groups(self, current: Round) -> None:
         """After the first round, choose in which company statistics leave."""

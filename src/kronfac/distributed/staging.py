@@ -88,7 +88,7 @@ def _outcome(
 ) -> Iterator[Solved]:
     """What ranks agree on; each statistic is left with its keeper."""
     outcome = solving.outcome()
-    current.settle(sums)
+    rounds.close(current, sums)
     rounds.decide_groups(current)
     yield from outcome.items()
 
