@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from kronfac.layers import Layer, find_layers
-from kronfac.layers.shards import handles, plain_type, reshard
+from kronfac.layers.shards import handles, plain_type, sharded_forms
 from kronfac.options.config import Pattern
 
+#: Names under which wrappers hold the module that they wrap.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 #: Returns the reason why a layer is left out, or ``None``.
 Refusal = Callable[[Layer], str | None]
 
@@ -43,8 +45,8 @@ def outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def plain_name(name: str) -> str:
-    """Remove what ``torch.compile`` adds to the names of compiled submodules."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    """Remove what ``torch.compile`` and ``checkpoint_wrapper`` add to the names of submodules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def matches(name: str, module: nn.Module, patterns: tuple[Pattern, ...]) -> bool:
@@ -75,10 +77,13 @@ class Selection:
         self.notes: dict[str, str] = {}
         self._owners: dict[tuple[nn.Parameter, str], Layer] = {}
         model = unwrap(model)
-        reshard(model)  # after an evaluation modules may hold other parameters than optimizers know
         self._handles = handles(model)
+        with sharded_forms(model):
+            self._select(model)
+
+    def _select(self, model: nn.Module) -> None:
         modules = [(plain_name(name), module) for name, module in model.named_modules()]
-        for pattern in (*include, *exclude):
+        for pattern in (*self.include, *self.exclude):
             if isinstance(pattern, str) and not any(
                 fnmatchcase(name, pattern) for name, _ in modules
             ):

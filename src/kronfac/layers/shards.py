@@ -150,13 +150,6 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
     return known
 
 
-def reshard(model: nn.Module) -> None:
-    """Let modules have the parameters again that optimizers know; a forward may have left others."""
-    for module in model.modules():
-        if _is_sharded_module(module):
-            module.reshard()  # type: ignore[operator]
-
-
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         yield from _own_groups(module)
@@ -203,23 +196,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-def _has_gathered(module: nn.Module) -> bool:
-    """Whether the parameters that a module shards on its own are gathered at this moment."""
-    groups = _own_groups(module)
-    infos = [(one, one._module_info) for group in groups for one in group.fsdp_params]
-    return any(
-        info.module._parameters[info.param_name] is not one.sharded_param for one, info in infos
-    )
-
-
 @contextmanager
-def gathered_again(model: nn.Module) -> Iterator[None]:
-    """Let modules have sharded parameters inside, also if a forward has just gathered them."""
-    modules = [module for module in model.modules() if _has_gathered(module)]
-    reshard(model)
-    yield
-    for module in modules:
-        module.unshard()  # type: ignore[operator]
+def sharded_forms(model: nn.Module) -> Iterator[None]:
+    """Let modules hold the parameters that optimizers know; a forward leaves gathered ones in some."""
+    gathered = []
+    for (module, name), parameter in sharded_places(model).items():
+        held = module._parameters[name]
+        if held is not parameter:
+            gathered.append((module, name, held))
+            module._parameters[name] = parameter
+    try:
+        yield
+    finally:
+        for module, name, held in gathered:
+            module._parameters[name] = held
 
 
 def is_gathered_form(handle: Any, parameter: object) -> bool:

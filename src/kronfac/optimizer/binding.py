@@ -17,7 +17,6 @@ from kronfac.capture.hooks import Hook
 from kronfac.layers import Layer
 from kronfac.layers.selection import plain_name, unwrap
 from kronfac.layers.shards import (
-    gathered_again,
     is_dtensor,
     named_parameters,
     place_like,
@@ -102,8 +101,7 @@ class Binding:
         state = self.__getstate__()
         self._release()
         self._replace(dict(zip(old, new, strict=True)))
-        with gathered_again(self.model):
-            self.__setstate__(state)
+        self.__setstate__(state)
         self._preconditioner.capture.open_forward(module, args, kwargs)
 
     def _is_replaced(self, layer: Layer) -> bool:
