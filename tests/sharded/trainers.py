@@ -153,6 +153,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     wanted = alone()
     found = {"lightning": with_lightning, "accelerate": with_accelerate}[sys.argv[1]](wanted)
-    print(f"difference {found:.3g}", flush=True)
+    print(f"difference {found:.3g};", flush=True)
     dist.barrier()
     dist.destroy_process_group()
