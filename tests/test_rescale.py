@@ -351,6 +351,28 @@ def test_zeros_before_the_first_gradient_are_not_remembered() -> None:
         assert found[-1] == pytest.approx(2.25 / math.sqrt(1.02), rel=1e-3)
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_the_bases_own_momentum_makes_no_longer_steps(dampening: float) -> None:
+    """It adds up equal steps to ``(1 - dampening)/(1 - μ)`` times one of them."""
+    found = []
+    for own in ({}, {"momentum": 0.9, "dampening": dampening}):
+        model = mlp()
+        optimizer = kfac(model, SGD(model.parameters(), lr=0.0, **own), rescale="auto")
+        found.append(applied(model, optimizer, batch())[1])
+    share = 0.1 / (1 - dampening)
+    assert_close(found[1], {name: share * step for name, step in found[0].items()})
+
+
+@pytest.mark.parametrize("rescale", ["unit", "orthogonal", "graft", None])
+def test_other_rules_leave_the_bases_momentum_to_its_owner(rescale: str | None) -> None:
+    found = []
+    for own in ({}, {"momentum": 0.9}):
+        model = mlp()
+        optimizer = kfac(model, SGD(model.parameters(), lr=0.0, **own), rescale=rescale)
+        found.append(applied(model, optimizer, batch())[1])
+    assert_same(*found)
+
+
 def test_without_momentum_there_is_nothing_to_compare() -> None:
     torch.manual_seed(0)
     found = lengths_under([torch.randn(3, 3) for _ in range(3)], 0.0)
