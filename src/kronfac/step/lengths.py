@@ -32,8 +32,8 @@ def remember(
 
     That is ``(count, usual, recent, peak)``: means of their logarithms over all steps, and with the
     weights of the momentum buffer, as long as the learning rate is the largest so far, its peak. A
-    gradient that is zero, or not a number, says nothing. The layers are on one device and in one precision, and
-    ``"coherence"`` is up to date.
+    gradient that is zero, or not a number, says nothing. The layers are on one device and in one
+    precision, and ``"coherence"`` is up to date.
     """
     held = [one["history"] for one in buffers]
     count, usual, recent, peak = torch.stack(held).unbind(1)
