@@ -5,8 +5,8 @@
 
 Four ranks on four hosts (network namespaces, see `_hosts.py`; without root they share the loopback)
 train a decoder of 13 million parameters with FSDP2. Variants take turns block by block, each with its
-own copy of the model; a block is ten steps, one of them a factor step, and its time is that of the slowest
-rank.
+own copy of the model; a block is ten steps, one of them a factor step, and its time is that of the
+slowest rank.
 
 - AdamW: FSDP2 and nothing else.
 - K-FAC: over SGD, `factor_every=10, refresh_every=100`; parts of gradients visit the owners of layers.

@@ -67,6 +67,7 @@ class Distributed(Coordinator):
         self.spreading = (ShardExchange if sharding else Spreading)(self.layout)
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
+        self._part_weights: dict[nn.Parameter, float] = {}
         #: Samples of a step by rank, once ranks have compared them.
         self._samples: list[int] = []
         #: Whether ranks have compared their gradients, and agreed on inputs that stand for all samples.
@@ -247,7 +248,11 @@ class Distributed(Coordinator):
     def part_weight(self, parameter: nn.Parameter) -> float:
         """One over the number of ranks that hold the same part of a parameter, if it is sharded."""
         sharding = self.layout.sharding
-        return 1.0 if sharding is None else sharding.part_weight(self.world, parameter)
+        if sharding is None:
+            return 1.0
+        if parameter not in self._part_weights:  # with many ranks it takes a while
+            self._part_weights[parameter] = sharding.part_weight(self.world, parameter)
+        return self._part_weights[parameter]
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send preconditioned gradients along the row, where some of its ranks do not have them."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from kronfac.distributed.comm.traffic import Phase
 from kronfac.distributed.layout import Layout
 from kronfac.layers.parameter_view import ShardedView
 from kronfac.layers.shards import Box, box_of, local
 from kronfac.state.layer_state import LayerState
+
+#: Layers may be unused at some steps; so many choices of those that are used are kept.
+MAX_ROUTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,15 +32,35 @@ class Transfer:
     owner: int
     boxes: tuple[Box, ...]
 
-    @property
-    def senders(self) -> tuple[int, ...]:
+    @cached_property
+    def senders(self) -> frozenset[int]:
         """Members whose parts make up the whole: of those with the same part the owner, or the first."""
         first: dict[tuple[tuple[int, int], ...], int] = {}
         order = [self.owner, *(m for m in range(len(self.boxes)) if m != self.owner)]
         for member in order:
             if _elements(self.boxes[member]):
                 first.setdefault(tuple((s.start, s.stop) for s in self.boxes[member]), member)
-        return tuple(sorted(first.values()))
+        return frozenset(first.values())
+
+    def elements(self, member: int) -> int:
+        """Elements of the part that a member holds."""
+        return _elements(self.boxes[member])
+
+
+class Route:
+    """What travels together, seen from one member of a row."""
+
+    def __init__(self, transfers: Sequence[Transfer], place: int, members: int) -> None:
+        self.first = transfers[0].parameter
+        #: By member, what it works on, what this one sends it of that, and what it sends of this one's.
+        self.owned: list[list[Transfer]] = [[] for _ in range(members)]
+        for one in transfers:
+            self.owned[one.owner].append(one)
+        self.own = self.owned[place]
+        self.leaving = [[t for t in theirs if place in t.senders] for theirs in self.owned]
+        self.coming = [[t for t in self.own if m in t.senders] for m in range(members)]
+        self.coming_sizes = [[t.elements(m) for t in own] for m, own in enumerate(self.coming)]
+        self.owned_sizes = [[t.elements(place) for t in theirs] for theirs in self.owned]
 
 
 class ShardExchange:
@@ -49,10 +72,12 @@ class ShardExchange:
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.values: dict[nn.Parameter, Tensor] = {}
         self._transfers: dict[nn.Parameter, Transfer] = {}
+        self._routes: dict[tuple[Transfer, ...], list[Route]] = {}
 
     def attach(self, states: Iterable[LayerState]) -> None:
         """Let layers find their gradients here."""
         self._transfers.clear()
+        self._routes.clear()
         for state in states:
             state.view = ShardedView(state.layer, self.gradients, self.values)
 
@@ -61,35 +86,41 @@ class ShardExchange:
         self.gradients.clear()
         self.values.clear()
         used = [state for state in states if state.has_gradient]
-        chosen = self._chosen(used)
-        self.gradients |= self._gather([t for t in chosen if t.parameter.grad is not None], _grad)
-        looks = [
-            state
-            for state in used
-            if any(one.source == "weight" for one in state.block.statistics.values())
-        ]
-        self.values |= self._gather(self._chosen(looks), _value)
+        for route in self._chosen(used, lambda p: p.grad is not None):
+            self.gradients |= self._gather(route, _grad)
+        looks = [state for state in used if _looks_at_weights(state)]
+        for route in self._chosen(looks, lambda p: True):
+            self.values |= self._gather(route, _value)
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the parts of whole gradients to those who hold them, and forget the whole."""
         used = [state for state in states if state.has_gradient]
-        chosen = [t for t in self._chosen(used) if t.parameter.grad is not None]
-        for transfers in _alike(chosen):
-            self._scatter(transfers)
+        for route in self._chosen(used, lambda p: p.grad is not None):
+            self._scatter(route)
         self.gradients.clear()
         self.values.clear()
 
-    # --- one precision on one device ------------------------------------------------------------
+    # --- who sends what -------------------------------------------------------------------------
 
-    def _chosen(self, states: Sequence[LayerState]) -> list[Transfer]:
-        """What travels of some layers, each parameter once, in an order that all ranks follow."""
+    def _chosen(
+        self, states: Sequence[LayerState], wanted: Callable[[nn.Parameter], bool]
+    ) -> list[Route]:
+        """How some layers' parameters travel, each once, in an order that all ranks follow."""
         found: dict[nn.Parameter, Transfer] = {}
         for state in states:
             for parameter in state.layer.parameters:
                 if parameter not in self._transfers:
                     self._transfers[parameter] = self._transfer(parameter, state)
-                found[parameter] = self._transfers[parameter]
-        return list(found.values())
+                if wanted(parameter):
+                    found[parameter] = self._transfers[parameter]
+        key = tuple(found.values())
+        if key not in self._routes:
+            if len(self._routes) >= MAX_ROUTES:
+                self._routes.clear()
+            row = self.layout.row
+            place = row.members.index(self.layout.world.rank)
+            self._routes[key] = [Route(alike, place, row.size) for alike in _alike(key)]
+        return self._routes[key]
 
     def _transfer(self, parameter: nn.Parameter, state: LayerState) -> Transfer:
         world, row = self.layout.world, self.layout.row.members
@@ -97,45 +128,36 @@ class ShardExchange:
         boxes = tuple(box_of(parameter, world.global_ranks[member]) for member in row)
         return Transfer(parameter, owner, boxes)
 
-    @property
-    def _place(self) -> int:
-        return self.layout.row.members.index(self.layout.world.rank)
+    # --- on the way -----------------------------------------------------------------------------
 
     def _gather(
-        self, transfers: Sequence[Transfer], part: Callable[[nn.Parameter], Tensor]
+        self, route: Route, part: Callable[[nn.Parameter], Tensor]
     ) -> dict[nn.Parameter, Tensor]:
         """All of some tensors of parameters, at their owners."""
+        pieces = self._exchange(
+            [[part(t.parameter).reshape(-1) for t in theirs] for theirs in route.leaving],
+            route.coming_sizes,
+            part(route.first),
+            None,
+        )
         whole: dict[nn.Parameter, Tensor] = {}
-        for alike in _alike(transfers):
-            here, members = self._place, range(self.layout.row.size)
-            leaving = [[t for t in alike if t.owner == m and here in t.senders] for m in members]
-            coming = [[t for t in alike if t.owner == here and m in t.senders] for m in members]
-            pieces = self._exchange(
-                [[part(t.parameter).reshape(-1) for t in own] for own in leaving],
-                [[_elements(t.boxes[m]) for t in own] for m, own in enumerate(coming)],
-                part(alike[0].parameter),
-                None,
-            )
-            for member, own in enumerate(coming):
-                for transfer, piece in zip(own, pieces[member], strict=True):
-                    p, box = transfer.parameter, transfer.boxes[member]
-                    if p not in whole:
-                        whole[p] = piece.new_empty(p.shape)
-                    whole[p][box] = piece.view([one.stop - one.start for one in box])
+        for member, own in enumerate(route.coming):
+            for transfer, piece in zip(own, pieces[member], strict=True):
+                p, box = transfer.parameter, transfer.boxes[member]
+                if p not in whole:
+                    whole[p] = piece.new_empty(p.shape)
+                whole[p][box] = piece.view([one.stop - one.start for one in box])
         return whole
 
-    def _scatter(self, transfers: Sequence[Transfer]) -> None:
+    def _scatter(self, route: Route) -> None:
         """Put the parts of whole gradients into the memory of those who hold them."""
-        here, members = self._place, range(self.layout.row.size)
-        own = [t for t in transfers if t.owner == here]
-        coming = [[t for t in transfers if t.owner == m] for m in members]
-        pieces = self._exchange(
-            [[self.gradients[t.parameter][t.boxes[m]].reshape(-1) for t in own] for m in members],
-            [[_elements(t.boxes[here]) for t in theirs] for theirs in coming],
-            _grad(transfers[0].parameter),
-            self.layout.settings.wire_dtype,
-        )
-        for theirs, arrived in zip(coming, pieces, strict=True):
+        leaving = [
+            [self.gradients[t.parameter][t.boxes[member]].reshape(-1) for t in route.own]
+            for member in range(self.layout.row.size)
+        ]
+        wire = self.layout.settings.wire_dtype
+        pieces = self._exchange(leaving, route.owned_sizes, _grad(route.first), wire)
+        for theirs, arrived in zip(route.owned, pieces, strict=True):
             for transfer, piece in zip(theirs, arrived, strict=True):
                 target = _grad(transfer.parameter)
                 target.copy_(piece.view(target.shape))
@@ -146,19 +168,20 @@ class ShardExchange:
         sizes: Sequence[Sequence[int]],
         like: Tensor,
         wire: torch.dtype | None,
-        phase: Phase = "spread",
     ) -> list[tuple[Tensor, ...]]:
         """Send flat tensors to each member of the row; returns those that arrive, by member."""
         empty = like.new_empty(0)
         flat = torch.cat([empty, *(one for own in leaving for one in own)]).to(wire or like.dtype)
         splits = [sum(one.numel() for one in own) for own in leaving]
-        found = flat.new_empty(sum(map(sum, sizes)))
-        self.layout.row.exchange(phase, flat, splits, found, [sum(own) for own in sizes]).wait()
-        found = found.to(like.dtype)
-        return [
-            tuple(piece.split(list(own)))
-            for piece, own in zip(found.split([sum(own) for own in sizes]), sizes, strict=True)
-        ]
+        totals = [sum(own) for own in sizes]
+        found = flat.new_empty(sum(totals))
+        self.layout.row.exchange("spread", flat, splits, found, totals).wait()
+        pieces = found.to(like.dtype).split(totals)
+        return [tuple(piece.split(list(own))) for piece, own in zip(pieces, sizes, strict=True)]
+
+
+def _looks_at_weights(state: LayerState) -> bool:
+    return any(one.source == "weight" for one in state.block.statistics.values())
 
 
 def _alike(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
