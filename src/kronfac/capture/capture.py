@@ -27,7 +27,8 @@ from kronfac.capture.hooks import (
     watch_product,
 )
 from kronfac.capture.random_state import random_state, set_random_state
-from kronfac.capture.recording import record_input, record_output
+from kronfac.capture.recording import record_output
+from kronfac.capture.seen_inputs import SeenInputs
 from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.options.config import Options
@@ -45,6 +46,7 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
+        self.inputs = SeenInputs(options.share_inputs)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -189,6 +191,7 @@ class Capture:
         self._made.forget_implicit()
         self._unrecorded.clear()
         self._latest = None
+        self.inputs.clear()
         for state in self.states:
             state.pending.clear()
 
@@ -318,7 +321,11 @@ class Capture:
             watch_product(product, partial(self._backward, state, forward_pass, kept))
 
     def observe_call(
-        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
+        self,
+        state: LayerState,
+        forward_pass: Pass | None,
+        inputs: tuple[Any, ...],
+        traced: bool = False,
     ) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""
         state.renew_if_stale()
@@ -326,7 +333,7 @@ class Capture:
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
         with observing(first.device):
-            self._observe_input(state, inputs, forward_pass)
+            self._observe_input(state, inputs, forward_pass, traced)
         return forward_pass
 
     def observe_traced_call(
@@ -334,7 +341,7 @@ class Capture:
     ) -> Pass:
         """The same for a product in a compiled graph."""
         self.forward_seen = self.hooks_work = True
-        return self.observe_call(state, forward_pass, inputs)
+        return self.observe_call(state, forward_pass, inputs, traced=True)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
@@ -342,14 +349,14 @@ class Capture:
             self.forward_seen = True
 
     def _observe_input(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass
+        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
     ) -> None:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            recorded = record_input(state, values, forward_pass)
-        if recorded and self.listener is not None:
-            self.listener(state, "input")
+            grown = self.inputs.record(state, values, forward_pass, traced)
+        if grown is not None and self.listener is not None:
+            self.listener(grown, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
         """Pass of a layer that is called outside the model's forward.

@@ -42,6 +42,7 @@ from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
+from kronfac.step.shared_inputs import SharedInputs
 from kronfac.step.transforms import Momentum
 from kronfac.step.updates import Updates
 from kronfac.step.validation import (
@@ -91,6 +92,7 @@ class Preconditioner:
         self.counters: dict[str, int | Tensor] = {}
         self.random = RandomSeeds()
         self.rows = SampledRows(options.rows)
+        self.inputs = SharedInputs(self.capture.inputs)
         self.detached = False
         self.coordinator: Coordinator = Local(self.phases)
         self._updates = Updates(options, schedules, self.transforms, self.phases)
@@ -216,7 +218,16 @@ class Preconditioner:
                 for (parameter, _), state in self.layers.items()
             )
 
-        self.coordinator.resume(plan, holds_all, list(self.layers.values()), groups)
+        states = list(self.layers.values())
+        self.inputs.begin_loading(states, self.saved_groups(names, entries), self.coordinator)
+        self.coordinator.resume(plan, holds_all, states, groups)
+
+    def saved_groups(self, names: Names, entries: Entries) -> dict[LayerState, int | None]:
+        """By layer, the number of those that share its input in a checkpoint, or below 0."""
+        return {
+            state: checkpoint.saved_group(state, entries.get(names[parameter], {}))
+            for (parameter, _), state in self.layers.items()
+        }
 
     def advance(self) -> None:
         """Count a completed step."""
@@ -282,11 +293,13 @@ class Preconditioner:
 
     def _reduce(self, states: Sequence[LayerState]) -> None:
         """Fold what was observed since the last step into the running averages."""
+        self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
             self._unobserved.report(states)
         if self.method.needs_observe:
             self._unobserved.check_outputs(self.method.name, self.capture.passes)
         self.rows.fix(states, self.coordinator)
+        self.inputs.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = self._normaliser()
         self.coordinator.settle_broadcast(states, normalizer)

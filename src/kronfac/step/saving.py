@@ -73,9 +73,10 @@ def entries(preconditioner: Preconditioner, names: Names) -> Entries:
         shared |= damping.entries()
     if (interval := preconditioner.adaptive_interval()) is not None:
         shared["interval"] = interval.entry()
+    place = {state: index for index, state in enumerate(preconditioner.layers.values())}
     for (parameter, _), state in preconditioner.layers.items():
         entry = found.setdefault(names[parameter], {})
-        entry |= checkpoint.layer_entry(state) | shared
+        entry |= checkpoint.layer_entry(state, place) | shared
     for parameter, update in (
         {} if preconditioner.quadratic is None else preconditioner.quadratic.last
     ).items():
@@ -89,6 +90,9 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
     for (parameter, _), state in preconditioner.layers.items():
         checkpoint.load_layer(state, entries.get(names[parameter], {}))
+    states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
+    saved = preconditioner.saved_groups(names, entries)
+    preconditioner.inputs.finish_loading(states, saved, coordinator)
     preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
     damping = preconditioner.schedules.adaptive("damping")
     if damping is not None:
