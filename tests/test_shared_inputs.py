@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.apart = False
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = x * 1.0 if self.apart else x
+        seen = x * 2.0 if self.apart else x
         x = self.query(x) + self.mix(torch.tanh(self.key(seen))) + self.value(x)
         x = x + self.attend(*(x.transpose(0, 1) for _ in range(3)))[0].transpose(0, 1)
         x = torch.sigmoid(self.gate(x)) * self.up(x)
