@@ -21,6 +21,8 @@ from kronfac.capture import compiled
 from kronfac.capture.hooks import (
     Hook,
     first_tensor,
+    inside_backward,
+    inside_transform,
     is_batched,
     observing,
     watch_gradient,
@@ -202,9 +204,9 @@ class Capture:
         if not self.switch.on:
             return
         self.switch.depth += 1
-        if self.switch.depth > 1 or _inside_transform() or not torch.is_grad_enabled():
+        if self.switch.depth > 1 or inside_transform() or not torch.is_grad_enabled():
             return
-        if _inside_backward():
+        if inside_backward():
             return  # activation checkpointing repeats a forward that was seen
         forward_pass = self.new_pass(first_tensor((args, kwargs)), module.training)
         if forward_pass is not None:
@@ -272,8 +274,8 @@ class Capture:
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, forward_pass = not self._paused and not _inside_transform(), self._current
-        if counts and _inside_backward():
+        counts, forward_pass = not self._paused and not inside_transform(), self._current
+        if counts and inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
@@ -445,12 +447,3 @@ class Capture:
             if state.pending.has_outputs and state.layer.weight.grad is None:
                 self.clear_outputs()
                 return
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _inside_transform() -> bool:
-    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

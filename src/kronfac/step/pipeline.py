@@ -30,7 +30,6 @@ from kronfac.protocol.context import Context
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, rule_of
-from kronfac.state import state_dict as checkpoint
 from kronfac.state.fold import fold, fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
@@ -211,23 +210,7 @@ class Preconditioner:
         entries: dict[str, dict[str, Any]],
     ) -> None:
         """Take up what ranks had agreed on when state was saved, where that is possible."""
-
-        def holds_all() -> bool:
-            return all(
-                checkpoint.holds_all(state, entries.get(names[parameter], {}))
-                for (parameter, _), state in self.layers.items()
-            )
-
-        states = list(self.layers.values())
-        self.inputs.begin_loading(states, self.saved_groups(names, entries), self.coordinator)
-        self.coordinator.resume(plan, holds_all, states, groups)
-
-    def saved_groups(self, names: Names, entries: Entries) -> dict[LayerState, int | None]:
-        """By layer, the number of those that share its input in a checkpoint, or below 0."""
-        return {
-            state: checkpoint.saved_group(state, entries.get(names[parameter], {}))
-            for (parameter, _), state in self.layers.items()
-        }
+        saving.resume(self, plan, groups, names, entries)
 
     def advance(self) -> None:
         """Count a completed step."""
