@@ -51,11 +51,12 @@ SHARED = [
 ]
 
 
-def make(**options: Any) -> tuple[Net, kronfac.KFAC]:
+def make(method: str = "KFAC", **options: Any) -> tuple[Net, Any]:
     torch.manual_seed(0)
     model = Net().double()
     options = {"factor_every": 1, "refresh_every": 2, "momentum": 0.9, **options}
-    return model, kronfac.KFAC(model, SGD(model.parameters(), lr=0.02), **options)
+    base = SGD(model.parameters(), lr=0.02)
+    return model, getattr(kronfac, method)(model, base, **options)
 
 
 def batch(number: int) -> Tensor:
@@ -155,6 +156,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stagger": {"stagger": True, "refresh_every": 4},
     "diagonal": {"max_dim": 6},
     "forward": {"fisher": "forward"},
+    "Eva": {"method": "Eva"},
 }
 
 
@@ -177,6 +179,14 @@ def test_no_number_changes(options: str, train: str) -> None:
             torch.testing.assert_close(running.mean(), other.running[name].mean())
             assert running.count == other.running[name].count
     assert not groups(alone[1])
+    assert groups(shared[1])
+
+
+@pytest.mark.parametrize("options", [{"method": "EKFAC"}, {"sharing": "reduce"}])
+def test_rows_that_are_kept_are_not_shared(options: dict[str, Any]) -> None:
+    model, optimizer = make(**options)
+    plain(model, optimizer)
+    assert groups(optimizer) == []
 
 
 def test_what_is_shared() -> None:

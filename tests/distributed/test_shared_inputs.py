@@ -24,15 +24,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cholesky": {"solver": "cholesky"},
     "deferred": {"factor_every": 1, "refresh_every": 3},
     "staggered": {"stagger": True, "refresh_every": 4},
+    "Eva": {"method": "Eva"},
 }
 
 
-def make(wrapped: bool, **options: Any) -> tuple[nn.Module, kronfac.KFAC]:
+def make(
+    wrapped: bool, model: nn.Module | None = None, method: str = "KFAC", **options: Any
+) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = Net().double()
+    model = (model or Net()).double()
     seen = DistributedDataParallel(model) if wrapped else model
     options = {"factor_every": 1, "refresh_every": 1, "momentum": 0.9, **options}
-    return seen, kronfac.KFAC(seen, SGD(model.parameters(), lr=0.02), **options)
+    return seen, getattr(kronfac, method)(seen, SGD(model.parameters(), lr=0.02), **options)
 
 
 def step(model: nn.Module, optimizer: kronfac.KFAC, x: Tensor, samples: int) -> None:
@@ -84,10 +87,9 @@ class Reference(Net):
 
 def in_one_process(options: str, apart: str, ranks: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Reference().double()
+    model = Reference()
     model.ranks = ranks
-    chosen = {"factor_every": 1, "refresh_every": 1, "momentum": 0.9, **OPTIONS[options]}
-    optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.02), share_inputs=False, **chosen)
+    _, optimizer = make(False, model, share_inputs=False, **OPTIONS[options])
     for number in range(7):
         model.apart = number in APART[apart]
         step(model, optimizer, data(number), 6)
@@ -103,7 +105,7 @@ def in_one_process(options: str, apart: str, ranks: int) -> dict[str, Tensor]:
 )
 def test_ranks_equal_one_process(name: str) -> None:
     cases = [("eigen", "one"), ("deferred", "late"), ("staggered", "one"), ("cholesky", "never")]
-    cases += [("eigen", "never"), ("deferred", "one")]
+    cases += [("eigen", "never"), ("deferred", "one"), ("Eva", "one")]
     if name.startswith("layer-parallel"):
         cases = [one for one in cases if one[0] != "staggered"]
     by_rank = run(2, train, name, cases)
