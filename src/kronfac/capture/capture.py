@@ -29,10 +29,10 @@ from kronfac.capture.hooks import (
     watch_product,
 )
 from kronfac.capture.random_state import random_state, set_random_state
-from kronfac.capture.recording import record_input, record_output
+from kronfac.capture.recording import record_output
+from kronfac.capture.seen_inputs import SeenInputs
 from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
-from kronfac.layers.shards import whole
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
@@ -48,6 +48,7 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
+        self.inputs = SeenInputs(options.share_inputs)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -192,14 +193,13 @@ class Capture:
         self._made.forget_implicit()
         self._unrecorded.clear()
         self._latest = None
+        self.inputs.clear()
         for state in self.states:
             state.pending.clear()
 
     # --- the model's forward --------------------------------------------------------------------
 
-    def open_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def open_forward(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Before the forward; torch still calls a hook that this forward has removed, without kwargs."""
         self._note_forward(module)
         if not self.switch.on:
@@ -324,7 +324,11 @@ class Capture:
             watch_product(product, partial(self._backward, state, forward_pass, kept))
 
     def observe_call(
-        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
+        self,
+        state: LayerState,
+        forward_pass: Pass | None,
+        inputs: tuple[Any, ...],
+        traced: bool = False,
     ) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""
         state.renew_if_stale()
@@ -332,7 +336,7 @@ class Capture:
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
         with observing(first.device):
-            self._observe_input(state, inputs, forward_pass)
+            self._observe_input(state, inputs, forward_pass, traced)
         return forward_pass
 
     def observe_traced_call(
@@ -340,7 +344,7 @@ class Capture:
     ) -> Pass:
         """The same for a product in a compiled graph."""
         self.forward_seen = self.hooks_work = True
-        return self.observe_call(state, forward_pass, inputs)
+        return self.observe_call(state, forward_pass, inputs, traced=True)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
@@ -348,14 +352,14 @@ class Capture:
             self.forward_seen = True
 
     def _observe_input(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass
+        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
     ) -> None:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            recorded = record_input(state, tuple(map(whole, values)), forward_pass)
-        if recorded and self.listener is not None:
-            self.listener(state, "input")
+            grown = self.inputs.record(state, values, forward_pass, traced)
+        if grown is not None and self.listener is not None:
+            self.listener(grown, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
         """Pass of a layer that is called outside the model's forward.
@@ -413,7 +417,6 @@ class Capture:
         if not state.observed:
             return
         with self.phases("observe-output", state.name):
-            grad, kept = whole(grad), tuple(map(whole, kept))
             if scaled:
                 grad = self.unscale(grad, state.layer.factor_dtype)
             recorded = record_output(state, forward_pass, grad, kept, draw, share)

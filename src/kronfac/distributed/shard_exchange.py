@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kronfac.distributed.layout import Layout
 from kronfac.layers.parameter_view import ShardedView
 from kronfac.layers.shards import Box, box_of, local
+from kronfac.placement.place import Placement
 from kronfac.state.layer_state import LayerState
 
 #: Layers may be unused at some steps; so many choices of those that are used are kept.
@@ -71,18 +72,20 @@ class ShardExchange:
         #: Whole gradients, and whole parameters for methods that look at them, of layers worked on here.
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.values: dict[nn.Parameter, Tensor] = {}
+        #: Whether a step has begun for which gradients were collected.
+        self.is_collected = False
+        self._placement: Placement | None = None
         self._transfers: dict[nn.Parameter, Transfer] = {}
         self._routes: dict[tuple[Transfer, ...], list[Route]] = {}
 
     def attach(self, states: Iterable[LayerState]) -> None:
         """Let layers find their gradients here."""
-        self._transfers.clear()
-        self._routes.clear()
         for state in states:
             state.view = ShardedView(state.layer, self.gradients, self.values)
 
     def collect(self, states: Sequence[LayerState]) -> None:
         """Make gradients whole where their layers are worked on, and parameters that methods look at."""
+        self.is_collected = True
         self.gradients.clear()
         self.values.clear()
         used = [state for state in states if state.has_gradient]
@@ -97,6 +100,7 @@ class ShardExchange:
         used = [state for state in states if state.has_gradient]
         for route in self._chosen(used, lambda p: p.grad is not None):
             self._scatter(route)
+        self.is_collected = False
         self.gradients.clear()
         self.values.clear()
 
@@ -106,6 +110,10 @@ class ShardExchange:
         self, states: Sequence[LayerState], wanted: Callable[[nn.Parameter], bool]
     ) -> list[Route]:
         """How some layers' parameters travel, each once, in an order that all ranks follow."""
+        if self._placement is not self.layout.placement:  # layers have other owners now
+            self._transfers.clear()
+            self._routes.clear()
+            self._placement = self.layout.placement
         found: dict[nn.Parameter, Transfer] = {}
         for state in states:
             for parameter in state.layer.parameters:
