@@ -141,15 +141,13 @@ class Distributed(Coordinator):
         """
         if self.layout.is_local:
             return state
-        return self.layout.owner(state) if self.layout.owns_parameters else None
+        return self.layout.owner(state) if self.layout.keeps_owners else None
 
     def share_inputs(self, states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
         """Let the same ranks work on layers that share their input."""
         self.rounds.drain()
         self.layout.share_inputs(new)
         self.rounds.buckets.clear()
-        if self.spreading.is_collected:  # for those who worked on these layers until now
-            self.spreading.collect(states)
 
     # --- before the step ------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class Layout:
 
     def share_inputs(self, new: Sequence[LayerState]) -> None:
         """Place layers again of which some share their inputs; nothing is held of them yet."""
-        if self.owns_parameters:  # which stay where they are
+        if self.keeps_owners:
             self.use(self._with_shared_parts(self.placed))
         else:
             self._place([self._placed_unit(state) for state in new], self._refresh_every)
@@ -190,6 +190,11 @@ class Layout:
     def owns_parameters(self) -> bool:
         """Whether the base optimizer steps a layer only at its owner."""
         return self.placed.scheme == "layer-parallel"
+
+    @property
+    def keeps_owners(self) -> bool:
+        """Whether layers stay where they are, since their parameters or shards are bound to that."""
+        return self.owns_parameters or self.sharding is not None
 
     @property
     def spreads(self) -> bool:

@@ -72,8 +72,6 @@ class ShardExchange:
         #: Whole gradients, and whole parameters for methods that look at them, of layers worked on here.
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.values: dict[nn.Parameter, Tensor] = {}
-        #: Whether a step has begun for which gradients were collected.
-        self.is_collected = False
         self._placement: Placement | None = None
         self._transfers: dict[nn.Parameter, Transfer] = {}
         self._routes: dict[tuple[Transfer, ...], list[Route]] = {}
@@ -85,7 +83,6 @@ class ShardExchange:
 
     def collect(self, states: Sequence[LayerState]) -> None:
         """Make gradients whole where their layers are worked on, and parameters that methods look at."""
-        self.is_collected = True
         self.gradients.clear()
         self.values.clear()
         used = [state for state in states if state.has_gradient]
@@ -100,7 +97,6 @@ class ShardExchange:
         used = [state for state in states if state.has_gradient]
         for route in self._chosen(used, lambda p: p.grad is not None):
             self._scatter(route)
-        self.is_collected = False
         self.gradients.clear()
         self.values.clear()
 

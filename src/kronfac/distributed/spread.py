@@ -19,9 +19,6 @@ class Spreading:
         self._arranged: tuple[Collectives, tuple[Item, ...]] | None = None
         self._broadcasts: list[Broadcast] = []
 
-    #: Gradients are where they were.
-    is_collected = False
-
     def attach(self, states: Sequence[LayerState]) -> None:
         """Gradients stay where they are."""
 

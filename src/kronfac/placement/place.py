@@ -166,7 +166,10 @@ def _columns(
 ) -> list[int]:
     """A column for every layer."""
     exchanged = isinstance(scheme, Sharded)
-    names = _together(layers, tied=exchanged or scheme == "layer-parallel", inputs=exchanged)
+    together = exchanged or scheme == "layer-parallel"
+    names = [
+        layer.tied_to or layer.name if together else layer.beside or layer.name for layer in layers
+    ]
     weights = dict.fromkeys(names, 0.0)
     for name, layer in zip(names, layers, strict=True):
         solve = sum(part.times * solve_seconds(part, compute) for part in layer.parts)
@@ -182,26 +185,6 @@ def _columns(
     )
     column = dict(zip(weights, chosen, strict=True))
     return [column[name] for name in names]
-
-
-def _together(layers: Sequence[LayerUnit], tied: bool, inputs: bool) -> list[str]:
-    """By layer, the name of the first one that has to be in the same column.
-
-    That is so of layers with one parameter (``tied``), and otherwise of layers with one input; where
-    ``inputs`` are said to count as well, of both.
-    """
-    first: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while first.setdefault(name, name) != name:
-            name = first[name]
-        return name
-
-    for layer in layers:
-        others = [layer.tied_to if tied else "", layer.beside if inputs or not tied else ""]
-        for other in filter(None, others):
-            first[find(layer.name)] = find(other)
-    return [find(layer.name) for layer in layers]
 
 
 def _everywhere(job: _Job, scheme: str | Hybrid | Sharded, size: int) -> bool:
