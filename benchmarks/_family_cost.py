@@ -4,6 +4,7 @@ Kinds of steps are timed by themselves, in turns with SGD's, and added up by the
 `plain`, `factor` (statistics) and `busy` (statistics and a refresh). Needs an idle machine.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,9 +22,11 @@ from traffic import fake_world, keep_gradients
 from kronfac.distributed.comm.traffic import ring_bytes
 from kronfac.step.schedule import EARLY_FROM
 from kronfac.train.launch.ranks import current
+from kronfac.train.recipe import files as recipe_files
 from kronfac.train.recipe.options import methods, starting_line
 from kronfac.train.run.clock import TrainingClock
-from kronfac.train.run.setup import prepare
+from kronfac.train.run.setup import build as build_run
+from kronfac.train.run.setup import load_data
 from kronfac.train.run.stepping import Stepper
 
 #: Models of random batches on which overheads are promised; the tasks give seconds of training.
@@ -110,11 +113,17 @@ def task_step(task: str, name: str, kind: str) -> tuple[Callable[[], None], Any]
         options |= dict(zip(("factor_every", "refresh_every"), KINDS[kind], strict=True))
         options |= {"early_refresh": False}
     one = Trial(task, kind_of(name), STEPS[task], 0, tuple(options.items()), alone=True)
-    setup = prepare(one.recipe().job(one.optimizer), current(), torch.device("cpu"), None)
+    job = one.recipe().job(one.optimizer)
+    setup = build_run(job, current(), torch.device("cpu"), source_of(task))
     stepper = Stepper(setup, TrainingClock(setup.device, setup.optimizer))
     inputs, targets = next(iter(setup.batches.iterate(0, 1)))
     setup.plain.train()
     return lambda: stepper.take(0, inputs, targets, timed=False), setup.optimizer
+
+
+@functools.cache
+def source_of(task: str) -> Any:
+    return load_data(recipe_files.load(task).job(), None)
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -155,6 +164,8 @@ def measured(place: str, name: str, repeats: int) -> Row:
             warnings.simplefilter("ignore")
             row |= {"decompositions": decompositions(calls["busy"])}
             row |= sent_bytes(place, name)
+    if place in PROMISED and name == "cgfac":
+        row |= kept_rows(optimizer, len(WORKLOADS[place]().batch[0]))
     return row
 
 
@@ -163,6 +174,21 @@ def state_bytes(optimizer: Any) -> int:
     entries = optimizer.state_dict()["state"].values()
     tensors = [v for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def kept_rows(optimizer: Any, samples: int) -> Row:
+    """Bytes that layers with rows keep of a batch, and ``N(d_in + d_out)`` numbers for each of them."""
+    kept: dict[int, int] = {}
+    expected = 0
+    for state in optimizer.layers:
+        if "a" in state.block.statistics:
+            sums = [running.sum for running in state.running.values()]
+            for one in (*sums, *state.solution.values()):
+                storage = one.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+            *batch, d_out, d_in = state.layer.matrix_shape
+            expected += math.prod(batch) * samples * (d_in + d_out) * 4
+    return {"kept": sum(kept.values()), "rows": expected}
 
 
 class Decompositions(TorchDispatchMode):
@@ -187,7 +213,7 @@ def decompositions(step: Callable[[], None]) -> int:
 
 
 def sent_bytes(workload: str, name: str) -> Row:
-    """Bytes that the first of eight ranks sends at a mean step under comm-opt; of vectors by a closed form."""
+    """Bytes that the first of eight ranks sends at a mean step under comm-opt, and by a closed form."""
     with fake_world(RANKS, 0):
         model, (inputs, targets), loss_of = WORKLOADS[workload](batch_size=4)
         ddp = nn.parallel.DistributedDataParallel(model)

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from _common import machine_line
 from _family import (
+    LONGEST,
     OTHERS,
     SKIPPED,
     STEPS,
@@ -47,8 +48,8 @@ TUNING_SEEDS = {"digits": (100, 101, 102), "cifar10": (100,), "text": (100,)}
 MORE = 2
 #: Epochs between evaluations: every fifth step of digits, every tenth of the others.
 EVALUATE_EVERY = {"digits": 0.25, "cifar10": 0.125, "text": 0.01136}
-#: Most seconds of processor time of a run, and the steps by which that is estimated.
-LONGEST, PROBE = 300.0, 4
+#: Steps by which the time of a run is estimated.
+PROBE = 4
 
 
 def trial(task: str, name: str, rate: float, seed: int) -> Trial:
@@ -136,9 +137,7 @@ def trained(task: str, one: Trial, holdout: bool = False) -> Row:
         warnings.simplefilter("ignore")
         try:
             every = EVALUATE_EVERY[task]
-            found = run(
-                one, data_dir=None, holdout=holdout, only_end=holdout, evaluate_every=every
-            )
+            found = run(one, data_dir=None, holdout=holdout, only_end=holdout, evaluate_every=every)
         except (RuntimeError, ValueError) as error:
             return {"final": None, "error": str(error).splitlines()[0]}
     final = found["loss" if task == "text" else "accuracy"]

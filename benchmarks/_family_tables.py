@@ -1,0 +1,239 @@
+"""The family's tables, as the Markdown of docs/methods.md, and its picture."""
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from _common import RESULTS
+from _family import LONGEST, OTHERS, SKIPPED, STEPS, TARGETS, Row, everyone, find, title
+from _family_cost import counts, intervals
+
+PICTURE = RESULTS / "family.png"
+LABELS = {"digits": "digits", "cifar10": "CIFAR-10", "text": "text"}
+QUALITY = {task: f"{LABELS[task]}, {STEPS[task]} steps" for task in STEPS}
+COSTS = {"resnet20": "ResNet-20, batch 128", "transformer": "transformer, 32 × 64 tokens"}
+NEVER = "never"
+
+
+def show(rows: list[Row]) -> None:
+    """Print everything that the page quotes."""
+    for task in STEPS:
+        print(f"\n{quality_table(task, rows)}")
+    for model in COSTS:
+        print(f"\n{cost_table(model, rows)}")
+    print(f"\n{promise_table(rows)}")
+
+
+def markdown(headers: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
+    rule = ["---"] * len(headers)
+    return "\n".join("| " + " | ".join(one) + " |" for one in (headers, rule, *lines))
+
+
+# --- quality -------------------------------------------------------------------------------------
+
+
+def quality_table(task: str, rows: list[Row]) -> str:
+    """Rate, final quality, and steps and seconds to the target; seconds are steps times their cost."""
+    target = TARGETS[task]
+    reach = f"{target:.0%}".replace("%", " %") if task != "text" else f"a loss of {target}"
+    what = "loss" if task == "text" else "accuracy"
+    headers = [QUALITY[task], "rate", what, f"steps to {reach}", "seconds to it", "seconds in all"]
+    return markdown(headers, [quality_cells(task, name, rows) for name in everyone()])
+
+
+def quality_cells(task: str, name: str, rows: list[Row]) -> list[str]:
+    """One optimizer's line."""
+    if (task, name) in SKIPPED:
+        return [title(name), "", SKIPPED[task, name], "", "", ""]
+    found = find(rows, stage="train", task=task, optimizer=name)
+    if not found:
+        probes = find(rows, stage="probe", task=task, optimizer=name)
+        slow = any(row["cpu_ms"] * STEPS[task] > 1e3 * LONGEST for row in probes)
+        return [title(name), "", "too slow" if slow else "not run", "", "", ""]
+    whole = seconds(task, name, STEPS[task], rows)
+    step = hit(found)
+    to_target = None if step is None else seconds(task, name, step, rows)
+    return [
+        title(name),
+        f"{found[0]['rate']:g}",
+        quality_text(task, final(task, found)),
+        NEVER if step is None else str(step),
+        NEVER if step is None else _seconds(to_target),
+        _seconds(whole),
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def final(task: str, found: list[Row]) -> float | None:
+    """The median of seeds, those that failed being worst."""
+    worst = math.inf if task == "text" else 0.0
+    value = statistics.median(worst if row["final"] is None else row["final"] for row in found)
+    return None if value == worst else value
+
+
+def quality_text(task: str, value: float | None) -> str:
+    """How a quality is shown."""
+    if value is None:
+        return "failed"
+    return f"{value:.2f}" if task == "text" else f"{100 * value:.1f} %"
+
+
+def hit(found: list[Row]) -> int | None:
+    """Steps to the target: the median of seeds."""
+    steps = statistics.median(row.get("steps") or math.inf for row in found)
+    return math.ceil(steps) if math.isfinite(steps) else None
+
+
+def seconds(task: str, name: str, steps: int, rows: list[Row]) -> float | None:
+    """What the first steps cost: how many there are of each kind, times that of an idle machine."""
+    costs = find(rows, stage="cost", task=task)
+    if not costs:
+        return None
+    sgd = statistics.median(row["sgd_ms"] for row in costs) / 1e3
+    if name == "sgd":
+        return sgd * steps
+    own = [row for row in costs if row["optimizer"] == name]
+    if not own:
+        return None
+    over = own[0]["over"]
+    return sgd * sum(number * (1 + over[kind]) for kind, number in counts(name, steps).items())
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def cost_table(model: str, rows: list[Row]) -> str:
+    """Overhead of a mean step at a method's own intervals, state, and bytes on the wire."""
+    headers = [COSTS[model], "statistics / refresh", "over SGD", "state", "sent a step"]
+    lines = []
+    for name in everyone():
+        for row in find(rows, stage="cost", task=model, optimizer=name)[:1]:
+            every = "" if name in OTHERS else " / ".join(map(str, intervals(name)))
+            sent = f"{row['sent'] / 1e3:.1f} kB" if "sent" in row else ""
+            state = f"{row['state'] / 1e6:.2f} MB"
+            lines.append([title(name), every, _percent(row["overhead"]), state, sent])
+    return markdown(headers, lines)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.0f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def promise_table(rows: list[Row]) -> str:
+    """What is promised of costs, beside what was measured."""
+    lines = []
+    for what, check in PROMISES.items():
+        cells = []
+        for model in COSTS:
+            by_name = {r["optimizer"]: r for r in find(rows, stage="cost", task=model)}
+            try:
+                cells.append(check(by_name))
+            except KeyError:  # one of them was not measured
+                cells.append("")
+        lines.append([what, *cells])
+    return markdown(["promised", "ResNet-20", "transformer"], lines)
+
+
+def _over(name: str) -> Any:
+    return lambda found: _percent(found[name]["overhead"])
+
+
+def _beside(name: str, other: str) -> Any:
+    def check(found: dict[str, Row]) -> str:
+        return _percent((1 + found[name]["overhead"]) / (1 + found[other]["overhead"]) - 1)
+
+    return check
+
+
+def _wire(name: str) -> Any:
+    def check(found: dict[str, Row]) -> str:
+        row = found[name]
+        return f"{row['sent'] / 1e3:.1f} kB for {row['expected'] / 1e3:.1f} kB"
+
+    return check
+
+
+#: By what a line says: its cell, from the rows of one model.
+PROMISES: dict[str, Any] = {
+    "Eva: at most +15 % over SGD": _over("eva"),
+    "MKOR: at most +15 % over SGD": _over("mkor"),
+    "AdaFisher: at most +15 % over SGD": _over("adafisher"),
+    "EKFAC, gradient: at most +25 % over K-FAC": _beside("ekfac-gradient", "kfac"),
+    "SINGD, diagonal: at most +20 % over AdamW": _beside("singd-diagonal", "adamw"),
+    "SINGD, diagonal: state at most 1.05 of AdamW's": lambda found: (
+        f"{found['singd-diagonal']['state'] / found['adamw']['state']:.2f}"
+    ),
+    "SINGD: no decomposition": lambda found: str(found["singd"]["decompositions"]),
+    "Jorge: no decomposition": lambda found: str(found["jorge"]["decompositions"]),
+    "Eva: sends vectors only": _wire("eva"),
+    "MKOR: sends vectors only": _wire("mkor"),
+    "AdaFisher: sends vectors only": _wire("adafisher"),
+    "CG-FAC: keeps rows, N(d_in + d_out) numbers a layer": lambda found: (
+        f"{found['cgfac']['kept'] / 1e6:.2f} MB for {found['cgfac']['rows'] / 1e6:.2f} MB"
+    ),
+}
+
+
+# --- picture -------------------------------------------------------------------------------------
+
+
+def draw(rows: list[Row], path: Path = PICTURE) -> None:
+    """Quality against seconds of training on each task, and state against the time of a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    for axis, task in zip(axes.flat, STEPS, strict=False):
+        points = []
+        for name in everyone():
+            found = find(rows, stage="train", task=task, optimizer=name)
+            value = final(task, found) if found else None
+            whole = seconds(task, name, STEPS[task], rows)
+            if value is not None and whole is not None:
+                points.append((whole, value if task == "text" else 100 * value, title(name)))
+        what = "test loss" if task == "text" else "test accuracy, %"
+        lower = task == "text"
+        scatter(axis, points, lower=lower)
+        axis.set(xlabel=f"seconds of {STEPS[task]} steps", ylabel=what, title=LABELS[task])
+    found = find(rows, stage="cost", task="transformer")
+    points = [(1 + r["overhead"], r["state"] / 1e6, title(r["optimizer"])) for r in found]
+    scatter(axes.flat[3], points, lower=True)
+    axes.flat[3].set(
+        xlabel="time of a step, SGD = 1",
+        ylabel="MB of state",
+        title="transformer: memory",
+        yscale="log",
+    )
+    figure.savefig(path, dpi=110)
+
+
+def scatter(axis: Any, points: list[tuple[float, float, str]], *, lower: bool) -> None:
+    """Points with names; those on the front, which no other beats in both, are filled and joined."""
+    best = front(points, lower)
+    for x, y, name in points:
+        on_it = (x, y, name) in best
+        color = "#cc380d" if name == "K-FAC" else "#194e80"
+        axis.scatter(x, y, s=22, color=color if on_it else "none", edgecolor=color)
+        axis.annotate(name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axis.plot(*zip(*((x, y) for x, y, _ in best), strict=True), color="#999", lw=0.8, zorder=0)
+    axis.set(xscale="log")
+    axis.grid(alpha=0.25)
+    if lower:
+        axis.invert_yaxis()
+
+
+def front(points: list[tuple[float, float, str]], lower: bool) -> list[tuple[float, float, str]]:
+    """Points that none beats in both, from the left."""
+    sign = -1 if lower else 1
+    found: list[tuple[float, float, str]] = []
+    for point in sorted(points, key=lambda one: (one[0], -sign * one[1])):
+        if not found or sign * point[1] > sign * found[-1][1]:
+            found.append(point)
+    return found
