@@ -5,24 +5,36 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS
 from _family import LONGEST, OTHERS, SKIPPED, STEPS, TARGETS, Row, everyone, find, title
 from _family_cost import counts, intervals
+from _family_lines import line_cells
 
-PICTURE = RESULTS / "family.png"
+#: In the docs, which show it.
+PICTURE = Path(__file__).parents[1] / "docs" / "family.png"
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 LABELS = {"digits": "digits", "cifar10": "CIFAR-10", "text": "text"}
 QUALITY = {task: f"{LABELS[task]}, {STEPS[task]} steps" for task in STEPS}
 COSTS = {"resnet20": "ResNet-20, batch 128", "transformer": "transformer, 32 × 64 tokens"}
 NEVER = "never"
 
 
-def show(rows: list[Row]) -> None:
-    """Print everything that the page quotes."""
-    for task in STEPS:
-        print(f"\n{quality_table(task, rows)}")
-    for model in COSTS:
-        print(f"\n{cost_table(model, rows)}")
-    print(f"\n{promise_table(rows)}")
+def tables(rows: list[Row]) -> list[str]:
+    """Everything that the page quotes."""
+    found = [quality_table(task, rows) for task in STEPS]
+    found += [cost_table(model, rows) for model in COSTS]
+    headers = ["chosen among", "", "rate", "a third of it", "this rate", "three times it"]
+    return [*found, promise_table(rows), markdown(headers, line_cells(rows))]
+
+
+def fill(page: str, rows: list[Row]) -> str:
+    """The page with today's tables in the place of those that begin with the same cell."""
+    lines = page.splitlines()
+    for one in tables(rows):
+        first = one.split("|")[1]
+        start = next(n for n, line in enumerate(lines) if line.startswith(f"|{first}|"))
+        end = next((n for n in range(start, len(lines)) if lines[n][:1] != "|"), len(lines))
+        lines[start:end] = one.splitlines()
+    return "\n".join(lines) + "\n"
 
 
 def markdown(headers: list[str], lines: list[list[str]]) -> str:
@@ -216,6 +228,9 @@ def draw(rows: list[Row], path: Path = PICTURE) -> None:
 
 def scatter(axis: Any, points: list[tuple[float, float, str]], *, lower: bool) -> None:
     """Points with names; those on the front, which no other beats in both, are filled and joined."""
+    if not points:
+        axis.set_visible(False)
+        return
     best = front(points, lower)
     for x, y, name in points:
         on_it = (x, y, name) in best

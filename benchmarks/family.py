@@ -1,6 +1,9 @@
 """Every method of the family in one table: quality, steps, seconds, overhead, memory and bytes.
 
-    python benchmarks/family.py [search] [train] [cost] [table] [--methods eva,mkor] [--tasks text]
+    python benchmarks/family.py [lines] [search] [train] [cost] [table] [--methods eva] [--tasks text]
+    python benchmarks/family.py table --write    # into docs/methods.md, with its picture
+
+`lines` compares what the defaults of some methods were chosen among.
 
 All optimizers have the same number of steps on each task and the same small search on training samples
 kept apart, with seeds that `train` does not use: three learning rates, a third of, equal to and three
@@ -40,6 +43,7 @@ from _family import (
     setting,
     valid,
 )
+from _family_lines import compare_lines
 from _trials import Trial, run
 
 #: Seeds of the search, whose mean counts; of digits more, as it is small and they differ.
@@ -155,16 +159,23 @@ def first_hit(task: str, curve: list[Any]) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="*", help="search, train, cost, table (default: all)")
+    parser.add_argument(
+        "stages", nargs="*", help="lines, search, train, cost, table (default: all)"
+    )
     parser.add_argument("--methods", help="some of them (default: all)")
     parser.add_argument("--tasks", help="some of them (default: all)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of timing")
+    parser.add_argument(
+        "--write", action="store_true", help="put tables and picture into docs/methods.md"
+    )
     arguments = parser.parse_args()
-    stages = arguments.stages or ["search", "train", "cost", "table"]
+    stages = arguments.stages or ["lines", "search", "train", "cost", "table"]
     names = arguments.methods.split(",") if arguments.methods else everyone()
     tasks = arguments.tasks.split(",") if arguments.tasks else list(STEPS)
     rows = read()
+    if "lines" in stages:
+        compare_lines(names, rows, trained)
     if "search" in stages:
         search(names, tasks, rows)
     if "train" in stages:
@@ -174,11 +185,12 @@ def main() -> None:
 
         cost(names, tasks, rows, arguments.repeats)
     if "table" in stages:
-        from _family_tables import draw, show
+        from _family_tables import PAGE, draw, fill, tables
 
-        print(machine_line())
-        show(valid(rows))
-        draw(valid(rows))
+        print(machine_line(), *tables(valid(rows)), sep="\n\n")
+        if arguments.write:
+            PAGE.write_text(fill(PAGE.read_text(), valid(rows)))
+            draw(valid(rows))
     if dist.is_initialized():
         dist.destroy_process_group()
 
