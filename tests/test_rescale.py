@@ -298,11 +298,33 @@ def test_steps_do_not_grow_with_their_gradients() -> None:
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_size_is_left_alone_once_the_rate_falls(as_tensor: bool) -> None:
+    """A schedule settles it: a falling rate is not made to fall faster, nor does it jump back."""
+    names = {"momentum": torch.ones(1), "coherence": torch.ones(2), "history": torch.zeros(4)}
+
+    def after(squares: list[float], rate: float) -> float:
+        for square in squares:
+            rates = [torch.tensor(rate) if as_tensor else rate]
+            names["coherence"][0].mul_(0.9).add_(1)
+            remember([names], torch.tensor([square]), rates)
+        count, usual, recent, _ = names["history"].tolist()
+        assert count == 0 or float(lengths([names])) > 0
+        return math.exp(min(0.0, (recent - usual) / 2))
+
+    after([1.0] * 20, 0.01)  # a warm-up
+    small = after([1e-4] * 20, 0.1)
+    assert small < 0.2
+    assert after([1e-8] * 20, 0.09) == small
+    assert after([1.0] * 20, 0.01) == small
+    assert after([1.0] * 40, 0.1) > small
+
+
 def test_steps_of_steady_gradients_keep_a_third_of_their_length() -> None:
-    names = {"momentum": torch.ones(1), "coherence": torch.ones(2), "history": torch.zeros(3)}
+    names = {"momentum": torch.ones(1), "coherence": torch.ones(2), "history": torch.zeros(4)}
     found = []
     for _ in range(1000):
-        remember([names], torch.ones(1))
+        remember([names], torch.ones(1), [0.1])
         found.append(float(lengths([names])))
     assert found[99] == pytest.approx(2.25 / math.sqrt(1.99), rel=1e-5)
     assert found[799] == pytest.approx(2.25 / math.sqrt(8.99), rel=1e-5)
@@ -349,6 +371,28 @@ def test_zeros_before_the_first_gradient_are_not_remembered() -> None:
         found = lengths_under([0 * torch.eye(3)] * 2 + [scale * torch.eye(3)] * 3, 0.001)
         assert found[:2] == [0.0, 0.0]
         assert found[-1] == pytest.approx(2.25 / math.sqrt(1.02), rel=1e-3)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_the_bases_own_momentum_makes_no_longer_steps(dampening: float) -> None:
+    """It adds up equal steps to ``(1 - dampening)/(1 - μ)`` times one of them."""
+    found = []
+    for own in ({}, {"momentum": 0.9, "dampening": dampening}):
+        model = mlp()
+        optimizer = kfac(model, SGD(model.parameters(), lr=0.0, **own), rescale="auto")
+        found.append(applied(model, optimizer, batch())[1])
+    share = 0.1 / (1 - dampening)
+    assert_close(found[1], {name: share * step for name, step in found[0].items()})
+
+
+@pytest.mark.parametrize("rescale", ["unit", "orthogonal", "graft", None])
+def test_other_rules_leave_the_bases_momentum_to_its_owner(rescale: str | None) -> None:
+    found = []
+    for own in ({}, {"momentum": 0.9}):
+        model = mlp()
+        optimizer = kfac(model, SGD(model.parameters(), lr=0.0, **own), rescale=rescale)
+        found.append(applied(model, optimizer, batch())[1])
+    assert_same(*found)
 
 
 def test_without_momentum_there_is_nothing_to_compare() -> None:

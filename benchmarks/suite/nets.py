@@ -1,5 +1,6 @@
 """Networks of the suite that the program does not have."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -115,18 +116,37 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def double_pendulum(samples: int) -> tuple[Tensor, Tensor]:
-    """States of a double pendulum, and what they are half a second later (Runge-Kutta)."""
+    """States of a double pendulum, and what they are half a second later."""
     generator = torch.Generator().manual_seed(1)
-    start = torch.rand(samples, 4, generator=generator, dtype=torch.float64) * 2 - 1
-    start = start * torch.tensor([2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
-    state, dt = start, 0.01
-    for _ in range(50):
-        k1 = _velocity(state)
-        k2 = _velocity(state + dt / 2 * k1)
-        k3 = _velocity(state + dt / 2 * k2)
-        k4 = _velocity(state + dt * k3)
+    start = torch.rand(samples, 4, generator=generator, dtype=torch.float64) * 4 - 2
+    return start.float(), _later(_velocity, start, 50).float()
+
+
+def lorenz(samples: int) -> tuple[Tensor, Tensor]:
+    """States of Lorenz's system in units of ten, and what they are 0.4 units of time later."""
+    generator = torch.Generator().manual_seed(2)
+    centre, extent = torch.tensor([[0.0, 0.0, 25.0], [15.0, 20.0, 15.0]], dtype=torch.float64)
+    start = torch.rand(samples, 3, generator=generator, dtype=torch.float64) * 2 - 1
+    start = start * extent + centre
+    return tuple(((x - centre) / 10).float() for x in (start, _later(_convection, start, 40)))
+
+
+def _later(velocity: Callable[[Tensor], Tensor], state: Tensor, steps: int) -> Tensor:
+    """By Runge and Kutta, a hundredth at a time."""
+    dt = 0.01
+    for _ in range(steps):
+        k1 = velocity(state)
+        k2 = velocity(state + dt / 2 * k1)
+        k3 = velocity(state + dt / 2 * k2)
+        k4 = velocity(state + dt * k3)
         state = state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    return start.float(), state.float()
+    return state
+
+
+def _convection(state: Tensor) -> Tensor:
+    """Lorenz's velocity."""
+    x, y, z = state.unbind(1)
+    return torch.stack([10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z], dim=1)
 
 
 def _velocity(state: Tensor) -> Tensor:

@@ -104,11 +104,11 @@ def language(model: nn.Module, length: int) -> Problem:
     return Problem(model, source.num_train, loss, evaluate)
 
 
-def pendulum() -> Problem:
-    """The state of a double pendulum after a second, from its state now: a smooth, stiff regression."""
-    x, y = nets.double_pendulum(12_000)
+def motion(states: tuple[Tensor, Tensor], dim: int) -> Problem:
+    """The state of a system some time later, from its state now: a smooth, stiff regression."""
+    x, y = states
     train, test = slice(0, 10_000), slice(10_000, None)
-    model = nets.mlp(4, 128, 128, 128, 4, activation=nn.SiLU)
+    model = nets.mlp(dim, 128, 128, 128, dim, activation=nn.SiLU)
 
     def loss(indices: Tensor) -> Tensor:
         return F.mse_loss(model(x[train][indices]), y[train][indices])
@@ -223,6 +223,13 @@ CHOSEN = [
         "accuracy",
         higher=True,
     ),
+    Task(
+        "Lorenz's system",
+        lambda: motion(nets.lorenz(12_000), 3),
+        800,
+        256,
+        "unexplained variance",
+    ),
 ]
 
 REPORTED = [
@@ -284,7 +291,13 @@ REPORTED = [
         "loss",
         options=TOKEN,
     ),
-    Task("double pendulum", pendulum, 800, 256, "unexplained variance"),
+    Task(
+        "double pendulum",
+        lambda: motion(nets.double_pendulum(12_000), 4),
+        800,
+        256,
+        "unexplained variance",
+    ),
     Task("contrastive", contrastive, 150, 128, "neighbours' accuracy", higher=True),
     Task(
         "MNIST MLP, batch 4096",

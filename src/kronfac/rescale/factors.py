@@ -23,7 +23,7 @@ class Update:
     ``rates`` are the learning rates of the matrices' columns: one number, or two when the bias, the
     last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
     gradient whatever the others do, ``moving`` those that have one at this step, if that matters; both
-    are ``[k, 1, d_in]``.
+    are ``[k, 1, d_in]``. ``share`` is what the base's own momentum leaves of the length.
     """
 
     before: Tensor
@@ -31,6 +31,7 @@ class Update:
     rates: tuple[float | Tensor, ...]
     raw: Tensor | None = None
     moving: Tensor | None = None
+    share: float = 1.0
 
     def times(self, factor: float | Tensor) -> Tensor:
         """The steps at another length."""

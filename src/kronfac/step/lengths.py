@@ -4,7 +4,8 @@ A multiple of Muon's length, the product of three numbers of which none depends 
 
 - *coherence*: how much recent gradients agree. Steps are shorter where they are mostly noise.
 - *size*: how large gradients are now, compared with what they usually were. Where a model fits its data
-  they vanish, and so do its steps, whatever the learning rate.
+  they vanish, and so do its steps. That is for rates that stay as they are: once the learning rate falls,
+  the schedule settles it, and size is left as it was.
 - *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
   fall as ``1/√t``, but never below a third.
 """
@@ -24,22 +25,40 @@ YOUNG, REMAINS = 100.0, 1 / 3
 SURPRISE = 2.0
 
 
-def remember(buffers: Sequence[Mapping[str, Tensor]], squares: Tensor) -> None:
+def remember(
+    buffers: Sequence[Mapping[str, Tensor]], squares: Tensor, rates: Sequence[float | Tensor]
+) -> None:
     """Take squared norms of gradients, ``[layers]``, into what is known of each layer.
 
-    That is ``(count, usual, recent)``: means of their logarithms over all steps, and with the weights of
-    the momentum buffer. A gradient that is zero, or not a number, says nothing. The layers are on one
-    device and in one precision, and ``"coherence"`` is up to date.
+    That is ``(count, usual, recent, peak)``: means of their logarithms over all steps, and with the
+    weights of the momentum buffer, as long as the learning rate is the largest so far, its peak. A
+    gradient that is zero, or not a number, says nothing. The layers are on one device and in one
+    precision, and ``"coherence"`` is up to date.
     """
     held = [one["history"] for one in buffers]
-    count, usual, recent = torch.stack(held).unbind(1)
+    count, usual, recent, peak = torch.stack(held).unbind(1)
     weight = torch.stack([one["coherence"][0] for one in buffers])
     level, first = squares.log(), count == 0
     level = torch.where(first, level, torch.minimum(level, recent + SURPRISE))
+    rate = _side_by_side(rates, peak)
+    steady = peak <= rate
     count = count + torch.isfinite(level)
-    usual = torch.addcdiv(usual, _or_zero(level - usual), count.clamp(min=1))
-    recent = torch.addcdiv(recent, _or_zero(level - recent), torch.where(first, 1.0, weight))
-    torch._foreach_copy_(held, torch.stack([count, usual, recent], dim=1).unbind())
+    change = _or_zero(level - usual) * steady
+    usual = torch.addcdiv(usual, change, count.clamp(min=1))
+    change = _or_zero(level - recent) * steady
+    recent = torch.addcdiv(recent, change, torch.where(first, 1.0, weight))
+    peak = torch.where(steady, rate, peak)
+    torch._foreach_copy_(held, torch.stack([count, usual, recent, peak], dim=1).unbind())
+
+
+def _side_by_side(rates: Sequence[float | Tensor], like: Tensor) -> float | Tensor:
+    """Learning rates of layers: one number if they all have the same."""
+    first = rates[0]
+    if not isinstance(first, Tensor) and all(rate is first or rate == first for rate in rates):
+        return float(first)
+    return torch.stack(
+        [torch.as_tensor(rate, dtype=like.dtype, device=like.device) for rate in rates]
+    )
 
 
 def _or_zero(change: Tensor) -> Tensor:
@@ -50,7 +69,7 @@ def lengths(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
     """Lengths of the layers' steps as multiples of Muon's, ``[layers]``; ``None`` without momentum."""
     if not all("history" in one for one in buffers):
         return None
-    count, usual, recent = torch.stack([one["history"] for one in buffers]).unbind(1)
+    count, usual, recent, _ = torch.stack([one["history"] for one in buffers]).unbind(1)
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
     age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
     return coherences(buffers) * size * age.mul_(FIRST)

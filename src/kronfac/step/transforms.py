@@ -26,7 +26,7 @@ class Momentum(Transform):
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """See :meth:`Transform.buffer_shapes`."""
-        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (3,)}
+        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (4,)}
 
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
@@ -38,11 +38,11 @@ class Momentum(Transform):
         else:  # a checkpoint of version 0.1 has a buffer of many gradients, but not how they agreed
             buffers["coherence"] = news / (1 - mu) if "momentum" in buffers else news
         if "history" not in buffers:
-            buffers["history"] = square.new_zeros(3)
+            buffers["history"] = square.new_zeros(4)
             if "momentum" in buffers:  # nor does it know of the steps before
-                remember([buffers], square[None])
+                remember([buffers], square[None], [at.rate])
                 buffers["history"][0] = at.step
-        remember([buffers], square[None])
+        remember([buffers], square[None], [at.rate])
         if "momentum" in buffers:
             buffers["momentum"].mul_(mu).add_(gradient)
         else:
@@ -61,11 +61,16 @@ class Momentum(Transform):
         for indices in begun.values():
             mu = float(self.schedules.at("momentum", at[indices[0]].step))
             buffers = [at[index].buffers for index in indices]
-            self._apply([gradients[index] for index in indices], buffers, mu)
+            rates = [at[index].rate for index in indices]
+            self._apply([gradients[index] for index in indices], buffers, rates, mu)
         return gradients
 
     def _apply(
-        self, gradients: list[Tensor], buffers: Sequence[Mapping[str, Tensor]], mu: float
+        self,
+        gradients: list[Tensor],
+        buffers: Sequence[Mapping[str, Tensor]],
+        rates: Sequence[float | Tensor],
+        mu: float,
     ) -> None:
         squares = torch.stack(torch._foreach_norm(gradients)).square_()
         squares = squares.clamp_(max=_most(squares.dtype))
@@ -73,7 +78,7 @@ class Momentum(Transform):
         sums = [one["coherence"] for one in buffers]
         torch._foreach_mul_(sums, mu)
         torch._foreach_add_(sums, news)
-        remember(buffers, squares)
+        remember(buffers, squares, rates)
         held = [one["momentum"] for one in buffers]
         torch._foreach_mul_(held, mu)
         torch._foreach_add_(held, gradients)

@@ -28,6 +28,8 @@ from kronfac.step.lengths import lengths
 ParamGroups = list[dict[str, Any]]
 #: Learning rates of parameters.
 Rates = dict[nn.Parameter, float | Tensor]
+#: What is left of a parameter's step, so that the base's own momentum makes no longer one of it.
+Shares = dict[nn.Parameter, float]
 #: Layers that are worked on together, and what their gradients were and have become.
 GroupUpdate = tuple[Group, Update]
 
@@ -59,7 +61,8 @@ class Updates:
         rates: Rates = {}
         if self.transforms or self.options.step_bound is not None:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
-        chosen = self._groups(states, rates)
+        shares = base_shares(groups) if self.options.rescale == "auto" else {}
+        chosen = self._groups(states, rates, shares)
         names = [state.name for group in chosen for state in group.states]
         with self.phases.part("precondition", *names):
             damping = self._damping(chosen, step)
@@ -75,10 +78,12 @@ class Updates:
             if group.is_solved:
                 after = self._batches.precondition(group, stack, damping)
                 after = self._after(group, after, stack, at)
-                updates.append((group, self._update(group, stack, after, rates)))
+                update = self._update(group, stack, after, rates)
+                update.share = shares.get(group.states[0].layer.weight, 1.0)
+                updates.append((group, update))
         return updates
 
-    def _groups(self, states: Sequence[LayerState], rates: Rates) -> list[Group]:
+    def _groups(self, states: Sequence[LayerState], rates: Rates, shares: Shares) -> list[Group]:
         """Which of the layers that have a gradient and are worked on here go together."""
         bounded, present = self.options.step_bound is not None, {}
         for state in states:
@@ -86,7 +91,8 @@ class Updates:
                 continue
             state.renew_if_stale()
             if state.is_worker:
-                present[state] = _key(_own_rates(state, rates)) if bounded else None
+                own = _key(_own_rates(state, rates)) if bounded else None
+                present[state] = (own, shares.get(state.layer.weight, 1.0))
         found = self._batches.groups(present, states)
         return found if self.transforms else [group for group in found if group.is_solved]
 
@@ -170,7 +176,7 @@ class Updates:
         found: list[Place] = []
         for (group, _), step, length in zip(updates, steps, factors, strict=True):
             layers = [state.layer for state in group.states]
-            found += places(layers, step.times(length))
+            found += places(layers, step.times(length * step.share))
         write(found)
 
     def _agreements(self, groups: Sequence[Group]) -> list[Tensor | None]:
@@ -191,6 +197,20 @@ class Updates:
                 for index, values in zip(indices, own, strict=True):
                     found[index] = values
         return found
+
+
+def base_shares(groups: ParamGroups) -> Shares:
+    """``(1 - μ)/(1 - dampening)`` where the base, an SGD, has a momentum μ of its own.
+
+    It adds up steps of a fixed length, to ``1/(1 - μ)`` times that length. A learning rate would mean
+    something else with it.
+    """
+    shares: Shares = {}
+    for group in groups:
+        own, dampening = group.get("momentum", 0.0), group.get("dampening", 1.0)
+        if own > 0 and dampening < 1:
+            shares |= dict.fromkeys(group["params"], (1 - own) / (1 - dampening))
+    return shares
 
 
 def _own_rates(state: LayerState, rates: Rates) -> tuple[float | Tensor, ...]:
