@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import fake_world, keep_gradients
 
 from kronfac.distributed.comm.traffic import ring_bytes
-from kronfac.step.schedule import EARLY_FROM
+from kronfac.options.config import Schedules
+from kronfac.step.schedule import Clock
 from kronfac.train.launch.ranks import current
 from kronfac.train.recipe import files as recipe_files
 from kronfac.train.recipe.options import methods, starting_line
@@ -53,14 +54,19 @@ def kinds(name: str) -> list[str]:
 
 def counts(name: str, steps: int) -> dict[str, int]:
     """How many of so many first steps are of each kind, early refreshes included."""
-    found = dict.fromkeys(kinds(name), 0)
     if name in OTHERS:
         return {"plain": steps}
+    found = dict.fromkeys(kinds(name), 0)
     factor, refresh = intervals(name)
-    for step in range(steps):
-        early = refresh >= EARLY_FROM and 0 < step < refresh and step & (step - 1) == 0
-        kind = "busy" if early or step % refresh == 0 else "factor" if not step % factor else ""
-        found[kind or "plain"] += 1
+    clock = Clock(Schedules(1.0, factor, refresh, 0.5), early_refresh=True)
+    last: int | None = None
+    for clock.step in range(steps):
+        renews = clock.refresh_due(last)
+        found["busy" if renews else "factor" if clock.factor_due() else "plain"] += 1
+        if clock.refresh_on_grid(last):
+            last = clock.step
+        if clock.factor_due():
+            clock.mark_factor()
     return found
 
 
