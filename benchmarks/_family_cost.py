@@ -176,10 +176,9 @@ def measured(place: str, name: str, repeats: int) -> Row:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Bytes of all tensors of the state."""
-    entries = optimizer.state_dict()["state"].values()
-    tensors = [v for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of all tensors that a checkpoint would hold, of one optimizer or of several in one."""
+    leaves, _ = torch.utils._pytree.tree_flatten(optimizer.state_dict())
+    return sum(one.numel() * one.element_size() for one in leaves if isinstance(one, torch.Tensor))
 
 
 def kept_rows(optimizer: Any, samples: int) -> Row:

@@ -193,6 +193,14 @@ PROMISES: dict[str, Any] = {
 
 # --- picture -------------------------------------------------------------------------------------
 
+Point = tuple[float, float, str]
+#: Where the name of a point may be, in points from it, with its alignment.
+PLACES = (
+    *((4, 3, "left"), (4, -9, "left"), (-4, 3, "right"), (-4, -9, "right")),
+    *((0, 8, "center"), (0, -14, "center"), (6, -3, "left"), (-6, -3, "right")),
+    *((4, 12, "left"), (4, -18, "left"), (-4, 12, "right"), (-4, -18, "right")),
+)
+
 
 def draw(rows: list[Row], path: Path = PICTURE) -> None:
     """Quality against seconds of training on each task, and state against the time of a step."""
@@ -201,54 +209,80 @@ def draw(rows: list[Row], path: Path = PICTURE) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
     for axis, task in zip(axes.flat, STEPS, strict=False):
-        points = []
-        for name in everyone():
-            found = find(rows, stage="train", task=task, optimizer=name)
-            value = final(task, found) if found else None
-            whole = seconds(task, name, STEPS[task], rows)
-            if value is not None and whole is not None:
-                points.append((whole, value if task == "text" else 100 * value, title(name)))
-        what = "test loss" if task == "text" else "test accuracy, %"
-        lower = task == "text"
-        scatter(axis, points, lower=lower)
-        axis.set(xlabel=f"seconds of {STEPS[task]} steps", ylabel=what, title=LABELS[task])
+        what = "test loss" if task == "text" else "test error, %"
+        labels = {"xlabel": f"seconds of {STEPS[task]} steps", "ylabel": what}
+        scatter(axis, quality_points(task, rows), title=LABELS[task], **labels)
     found = find(rows, stage="cost", task="transformer")
     points = [(1 + r["overhead"], r["state"] / 1e6, title(r["optimizer"])) for r in found]
-    scatter(axes.flat[3], points, lower=True)
-    axes.flat[3].set(
-        xlabel="time of a step, SGD = 1",
-        ylabel="MB of state",
-        title="transformer: memory",
-        yscale="log",
-    )
+    labels = {"xlabel": "time of a step, SGD = 1", "ylabel": "MB of state"}
+    scatter(axes.flat[3], points, title="memory on the transformer", **labels)
     figure.savefig(path, dpi=110)
 
 
-def scatter(axis: Any, points: list[tuple[float, float, str]], *, lower: bool) -> None:
+def quality_points(task: str, rows: list[Row]) -> list[Point]:
+    """Seconds of training, loss or percent of errors, and name."""
+    points = []
+    for name in everyone():
+        found = find(rows, stage="train", task=task, optimizer=name)
+        value = final(task, found) if found else None
+        whole = seconds(task, name, STEPS[task], rows)
+        if value is not None and whole is not None:
+            points.append((whole, value if task == "text" else 100 - 100 * value, title(name)))
+    return points
+
+
+def scatter(axis: Any, points: list[Point], **labels: str) -> None:
     """Points with names; those on the front, which no other beats in both, are filled and joined."""
+    axis.set(**labels)
     if not points:
         axis.set_visible(False)
         return
-    best = front(points, lower)
+    best = front(points)
     for x, y, name in points:
-        on_it = (x, y, name) in best
         color = "#cc380d" if name == "K-FAC" else "#194e80"
-        axis.scatter(x, y, s=22, color=color if on_it else "none", edgecolor=color)
-        axis.annotate(name, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axis.plot(*zip(*((x, y) for x, y, _ in best), strict=True), color="#999", lw=0.8, zorder=0)
-    axis.set(xscale="log")
+        filled = color if (x, y, name) in best else "white"
+        axis.scatter(x, y, s=22, color=filled, edgecolor=color, zorder=2)
+    axis.plot(*zip(*((x, y) for x, y, _ in best), strict=True), color="#999", lw=0.8, zorder=1)
+    axis.set(xscale="log", yscale="log")
+    axis.margins(0.12)
     axis.grid(alpha=0.25)
-    if lower:
-        axis.invert_yaxis()
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_formatter("{x:g}")
+        side.set_minor_formatter("{x:g}")
+        side.set_tick_params(which="both", labelsize=7)
+    name_points(axis, points)
 
 
-def front(points: list[tuple[float, float, str]], lower: bool) -> list[tuple[float, float, str]]:
-    """Points that none beats in both, from the left."""
-    sign = -1 if lower else 1
-    found: list[tuple[float, float, str]] = []
-    for point in sorted(points, key=lambda one: (one[0], -sign * one[1])):
-        if not found or sign * point[1] > sign * found[-1][1]:
+def name_points(axis: Any, points: list[Point]) -> None:
+    """Write each name where it covers neither points nor other names, if there is such a place."""
+    axis.figure.canvas.draw()
+    taken = []
+    for x, y, _ in points:
+        left, low = axis.transData.transform((x, y)) - 3
+        taken.append((left, low, left + 6, low + 6))
+    for x, y, name in sorted(points):
+        for number, (dx, dy, side) in enumerate(PLACES):
+            text = axis.annotate(
+                name, (x, y), (dx, dy), textcoords="offset points", fontsize=7, ha=side
+            )
+            box = text.get_window_extent().extents
+            if number + 1 == len(PLACES) or not any(_overlap(box, one) for one in taken):
+                taken.append(tuple(box))
+                break
+            text.remove()
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    across = one[0] < other[2] and other[0] < one[2]
+    return bool(across and one[1] < other[3] and other[1] < one[3])
+
+
+def front(points: list[Point]) -> list[Point]:
+    """Points below which there is none to the left."""
+    found: list[Point] = []
+    for point in sorted(points):
+        if not found or point[1] < found[-1][1]:
             found.append(point)
     return found

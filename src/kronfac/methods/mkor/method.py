@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from kronfac.layers import Layer
 from kronfac.methods.mkor.block import MKORBlock, Rule
@@ -68,8 +66,6 @@ class MKORMethod(Method):
     """
 
     defaults = Defaults(damping=1.0, factor_every=10, refresh_every=10, decay=0.0, rescale="graft")
-    #: Grafted steps: the rate is SGD's.
-    line: ClassVar[Mapping[str, Any]] = {"lr": 0.2, "momentum": 0.9, "nesterov": True}
 
     update: Update = "exact"
     memory: float = 0.95
