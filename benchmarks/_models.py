@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from suite.nets import Llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,6 +76,14 @@ def transformer_workload(batch_size: int = 32, seed: int = 0) -> Workload:
     return Workload(Transformer(), (text[:, :-1], text[:, 1:]), token_cross_entropy)
 
 
+def llama_workload(batch_size: int = 32, seed: int = 0) -> Workload:
+    """A decoder whose queries, keys and values, and gates, are layers of their own."""
+    torch.manual_seed(seed)
+    text = torch.randint(256, (batch_size, 65))
+    model = Llama(dim=128, depth=4, heads=4, tied=False)
+    return Workload(model, (text[:, :-1], text[:, 1:]), token_cross_entropy)
+
+
 def mlp_workload(batch_size: int = 128, seed: int = 0) -> Workload:
     """The perceptron on random vectors of 784 numbers in 10 classes."""
     torch.manual_seed(seed)
@@ -85,5 +94,6 @@ def mlp_workload(batch_size: int = 128, seed: int = 0) -> Workload:
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "resnet20": resnet20_workload,
     "transformer": transformer_workload,
+    "llama": llama_workload,
     "mlp": mlp_workload,
 }

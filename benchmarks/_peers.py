@@ -50,7 +50,7 @@ class Config:
 class Optimizers:
     """Several optimizers, each with its part of one model, as one."""
 
-    def __init__(self, model: nn.Module, members: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, model: nn.Module, members: Iterable[Any]) -> None:
         self.model = model
         self.members = list(members)
 
@@ -127,6 +127,19 @@ def _singd(model: nn.Module, config: Config) -> Optimizers:
     return Optimizers(model, [singd, *_rest(model, weights, config)])
 
 
+def _kfac_pytorch(model: nn.Module, config: Config) -> Optimizers:
+    peer = _import("kfac.preconditioner")
+    options = {"momentum": 0.9, "nesterov": True, **config.common(0.1)}
+    base = torch.optim.SGD(model.parameters(), **options)
+    kfac = peer.KFACPreconditioner(
+        model,
+        factor_update_steps=config.factor_every,
+        inv_update_steps=config.refresh_every,
+        lr=lambda step: base.param_groups[0]["lr"],
+    )
+    return Optimizers(model, [kfac, base])
+
+
 def _matrix_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
 
@@ -165,6 +178,7 @@ PEERS: dict[str, Peer] = {
     "muon": Peer(_muon, "torch.optim.Muon on hidden weights, AdamW on the rest; no intervals"),
     "soap": Peer(_soap, "pytorch_optimizer; statistics every step, QR every refresh_every"),
     "shampoo": Peer(_shampoo, "pytorch_optimizer, SGD graft; both intervals"),
+    "kfac-pytorch": Peer(_kfac_pytorch, "kfac-pytorch over SGD; Linear and Conv2d; both intervals"),
     "singd": Peer(_singd, "Linear and Conv2d, AdamW on the rest; all work every refresh_every"),
 }
 

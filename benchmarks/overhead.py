@@ -1,273 +1,266 @@
-"""What a K-FAC step costs over its base: means over whole refresh intervals, interleaved with the base.
+"""What a K-FAC step costs over its base, where it goes, and what each lever saves.
 
-    python benchmarks/overhead.py [--workload resnet20 ...] [--rounds 5] [--no-peers]
+    python benchmarks/overhead.py [table ablation tokens flops memory] [--workload resnet20 ...]
 
-A median *step* at 10/100 would contain no curvature work at all, so one entry is the mean of a whole
-refresh interval, and K-FAC and its base take turns step by step. Norms and embeddings are preconditioned
-too. The base is SGD, and AdamW for the transformer as well. The split by phase comes from a second run
-with timers on. 50/500 is assembled from the phases: each costs the same whenever it happens.
+- *table*: means of whole refresh intervals, K-FAC and all peers in one interleaved run. A median step at
+  10/100 would contain no curvature work at all.
+- *ablation*: the same at 1/10 with one lever changed at a time.
+- *tokens*: overhead against the size of a step, assembled from the phases: each costs the same whenever
+  it happens.
+- *flops*: operations of each phase, the least that it needs, and its share of the machine's peak.
+- *memory*: the most that a process has used for its model, optimizer and steps.
+
+Results are kept after each part, and a part that is there is not measured again unless `--again`. Without
+other work on the machine all of it takes about 20 minutes on two cores; each part says what it expects.
+`--quick` takes one step of everything, to see that it runs, and keeps nothing.
 """
 
 import argparse
-import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from _common import Timing, interleave, machine_line, read_json, table, write_json
 from _models import WORKLOADS
-from _peers import PEERS, Config, build, peer_steps, training_step
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import kronfac
+from _overhead import (
+    PER_FACTOR,
+    PER_STEP,
+    Step,
+    assemble,
+    base_step,
+    counted_flops,
+    gemm_peak,
+    kfac_step,
+    least_flops,
+    peak_bytes,
+    peer_steps,
+    phase_costs,
+)
+from _peers import PEERS
 
 INTERVALS = ((1, 10), (10, 100))
+#: What K-FAC stands before in the table; everything else is over SGD.
+BASES = {"transformer": ("sgd", "adamw"), "llama": ("sgd", "adamw")}
+#: What users are promised, and what they would like.
 GOALS = {
-    ("resnet20", "sgd", (1, 10)): 1.0,
-    ("resnet20", "sgd", (10, 100)): 0.15,
-    ("resnet20", "sgd", (50, 500)): 0.05,
-    ("transformer", "adamw", (10, 100)): 0.25,
+    ("resnet20", "1/10"): "+35 %, +20 %",
+    ("resnet20", "10/100"): "+7 %, +4 %",
+    ("transformer", "1/10"): "+60 %, +40 %",
+    ("transformer", "10/100"): "+20 %, +12 %",
+    ("mlp", "10/100"): "+300 %, +150 %",
 }
-#: What K-FAC stands before and is compared with, its solver, and its intervals.
-SETTINGS = {
-    "resnet20": [("sgd", "auto", INTERVALS)],
-    "transformer": [
-        ("sgd", "auto", INTERVALS),
-        ("adamw", "auto", INTERVALS),
-        ("adamw", "cholesky", INTERVALS[1:]),
-    ],
-    "mlp": [("sgd", "auto", INTERVALS)],
+#: One lever at a time, off or on.
+LEVERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "rows=None": {"rows": None},
+    "share_inputs=False": {"share_inputs": False},
+    "products='float32'": {"products": "float32"},
+    "rescale='unit' (no polar)": {"rescale": "unit"},
+    "rescale=None": {"rescale": None},
+    "solver='separable'": {"solver": "separable"},
+    "solver='cholesky'": {"solver": "cholesky"},
+    "exclude norms": {"exclude": [torch.nn.LayerNorm, torch.nn.BatchNorm2d, torch.nn.RMSNorm]},
 }
-PER_FACTOR = ("observe-input", "observe-output", "reduce")
-OTHERS = ("adamw", "muon", "soap", "shampoo", "singd")
+#: Sequences of 64 tokens in a step.
+SEQUENCES = (8, 16, 32, 64, 128, 256)
 
 
-class Run:
-    """A model with K-FAC over a base optimizer, past its first refresh."""
-
-    def __init__(
-        self,
-        workload: str,
-        factor_every: int,
-        refresh_every: int,
-        base: str = "sgd",
-        solver: str = "auto",
-    ) -> None:
-        model, batch, loss = WORKLOADS[workload]()
-        makers = {
-            "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
-            "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        }
-        self.optimizer = kronfac.KFAC(
-            model,
-            makers[base](),
-            solver=solver,
-            factor_every=factor_every,
-            refresh_every=refresh_every,
-            early_refresh=False,
-            loss_average="token" if workload == "transformer" else "batch",
-        )
-        self.step = training_step(model, batch, loss, self.optimizer)
-        self.step()
-
-
-def measure(
-    workload: str, base: str, solver: str, interval: tuple[int, int], rounds: int
-) -> dict[str, Any]:
-    """Time one setting against the base alone."""
-    factor_every, refresh_every = interval
-    run = Run(workload, factor_every, refresh_every, base, solver)
-    model, batch, loss = WORKLOADS[workload]()
-    alone = training_step(model, batch, loss, build(base, model, Config()))
-    timings = interleave(
-        {"base": alone, "kfac": run.step}, rounds=rounds, calls=refresh_every, warmup=2
-    )
-    ratio = timings["kfac"].ratio(timings["base"])
-    return {
-        "base": base,
-        "solver": solver,
-        "interval": f"{factor_every}/{refresh_every}",
-        "base_ms": 1e3 * timings["base"].spread.median,
-        "kfac_ms": 1e3 * timings["kfac"].spread.median,
-        "overhead": ratio.median - 1,
-        "quartiles": [ratio.low - 1, ratio.high - 1],
-    }
-
-
-def phase_costs(workload: str, repeats: int = 9) -> dict[str, float]:
-    """Milliseconds of each phase each time it happens: medians, interleaved with SGD.
-
-    One run does everything at every step, another nothing but preconditioning.
-    """
-    busy, idle = Run(workload, 1, 1), Run(workload, 10**9, 10**9)
-    model, batch, loss = WORKLOADS[workload]()
-    sgd = training_step(model, batch, loss, build("sgd", model, Config()))
-    samples: dict[str, list[float]] = {}
-    for _ in range(repeats):
+def timed(steps: Mapping[str, Step], period: int, rounds: int, quick: bool) -> dict[str, Timing]:
+    """Time steps in turns, and say beforehand how long that will take."""
+    if quick:
+        return interleave(steps, rounds=1, calls=1, warmup=0)
+    seconds = 0.0
+    for step in steps.values():
         started = time.perf_counter()
-        sgd()
-        samples.setdefault("sgd", []).append(time.perf_counter() - started)
-        for run, names in ((busy, (*PER_FACTOR, "refresh")), (idle, ("precondition", "rescale"))):
-            with run.optimizer.timed() as seconds:
-                run.step()
-            for name in names:
-                samples.setdefault(name, []).append(seconds[name])
-    return {name: 1e3 * statistics.median(values) for name, values in samples.items()}
+        step()
+        seconds += time.perf_counter() - started
+    print(f"  about {seconds * period * rounds / 60:.1f} minutes", flush=True)
+    return interleave(steps, rounds=rounds, calls=period, warmup=1)
 
 
-def assemble(costs: dict[str, float], interval: tuple[int, int]) -> float:
-    """What a mean step of this interval spends on curvature, as a share of an SGD step."""
-    factor_every, refresh_every = interval
-    per_factor = sum(costs[name] for name in PER_FACTOR)
-    per_step = costs["precondition"] + costs["rescale"]
-    total = per_step + per_factor / factor_every + costs["refresh"] / refresh_every
-    return total / costs["sgd"]
-
-
-class SyncCounter(TorchDispatchMode):
-    """Counts operations that make the host wait for a device."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        moved = name == "_to_copy" and (kwargs or {}).get("device") is not None
-        self.count += name in self.WAITING or moved
-        return func(*args, **(kwargs or {}))
-
-
-def syncs(workload: str) -> dict[str, int]:
-    """Host syncs of one factor step and of one plain step, optimizer included."""
-    counts = {}
-    for name, every in (("factor step", 1), ("plain step", 10**6)):
-        run = Run(workload, every, 10**9)
-        with SyncCounter() as counter:
-            run.step()
-        counts[name] = counter.count
-    return counts
-
-
-def memory(workload: str) -> dict[str, int]:
-    """Bytes of statistics and solutions that exist, beside the closed form of the summary."""
-    run = Run(workload, 1, 1)
-    entries = run.optimizer.state_dict()["state"].values()
-    tensors = [
-        value
-        for entry in entries
-        for key, value in entry.items()
-        if key.startswith("kronfac.") and value.dim() > 0 and value.is_floating_point()
-    ]
-    closed = 0
-    for state in run.optimizer.layers:
-        *groups, d_out, d_in = state.layer.matrix_shape
-        blocks = groups[0] if groups else 1
-        if state.layer.unit_wise:  # F, its eigenvectors and eigenvalues
-            closed += 4 * blocks * (d_in**2 + d_in**2 * (d_in > 1) + d_in)
-        elif state.layer.picks_columns:  # A is diagonal
-            closed += 4 * (2 * d_out**2 + d_out + 2 * d_in)
-        else:
-            closed += 4 * blocks * (2 * (d_in**2 + d_out**2) + d_in + d_out)
-    return {"measured": sum(v.numel() * v.element_size() for v in tensors), "closed_form": closed}
-
-
-def peers(workload: str) -> list[dict[str, Any]]:
-    """The same table for optimizers from elsewhere, all of them at both intervals."""
+def whole_table(workload: str, quick: bool) -> list[dict[str, Any]]:
+    """K-FAC over its base and all peers over SGD, in one interleaved run for each interval."""
     rows = []
-    for factor_every, refresh_every in INTERVALS:
-        config = Config(
-            factor_every=factor_every,
-            refresh_every=refresh_every,
-            per_token=workload == "transformer",
-        )
-        calls, missing = peer_steps(WORKLOADS[workload], ("sgd", *OTHERS), config)
-        rounds = 3 if refresh_every <= 10 else 1
-        timings = interleave(calls, rounds=rounds, calls=refresh_every, warmup=2)
-        for name in OTHERS:
-            row: dict[str, Any] = {"name": name, "interval": f"{factor_every}/{refresh_every}"}
-            row |= {"missing": missing[name]} if name in missing else _ratio(timings, name)
-            rows.append(row)
+    for interval in INTERVALS:
+        own = BASES.get(workload, ("sgd",))
+        kfac = {f"kfac over {base}": kfac_step(workload, interval, base)[0] for base in own}
+        if workload == "mlp":
+            kfac["kfac, unit over sgd"] = kfac_step(workload, interval, rescale="unit")[0]
+        others, missing = peer_steps(workload, interval)
+        alone = {base: base_step(workload, base) for base in ("sgd", *own)}
+        rounds = 1 if interval[1] >= 100 and workload != "mlp" else 3  # ten minutes in all
+        timings = timed(alone | kfac | others, interval[1], rounds, quick)
+        for name in (*kfac, *others, *own[1:]):
+            base = name.split()[-1] if name in kfac else "sgd"
+            rows.append(_row(name, base, interval, timings))
+        rows += [
+            {"name": n, "interval": _shown(interval), "missing": m} for n, m in missing.items()
+        ]
     return rows
 
 
-def _ratio(timings: dict[str, Timing], name: str) -> dict[str, Any]:
-    ratio = timings[name].ratio(timings["sgd"])
+def _row(
+    name: str, base: str, interval: tuple[int, int], timings: Mapping[str, Timing]
+) -> dict[str, Any]:
+    ratio = timings[name].ratio(timings[base])
     return {
+        "name": name,
+        "base": base,
+        "interval": _shown(interval),
+        "base_ms": 1e3 * timings[base].spread.median,
         "ms": 1e3 * timings[name].spread.median,
         "overhead": ratio.median - 1,
         "quartiles": [ratio.low - 1, ratio.high - 1],
     }
 
 
-def report(workload: str, rounds: int, with_peers: bool) -> dict[str, Any]:
-    print(f"\n{workload}")
-    rows = [
-        measure(workload, base, solver, interval, rounds)
-        for base, solver, intervals in SETTINGS[workload]
-        for interval in intervals
-    ]
-    costs = phase_costs(workload)
-    assembled = assemble(costs, (50, 500))
-    rows.append(
-        {"base": "sgd", "interval": "50/500", "base_ms": costs["sgd"], "overhead": assembled}
-    )
+def _shown(interval: tuple[int, int]) -> str:
+    return f"{interval[0]}/{interval[1]}"
+
+
+def show_table(workload: str, rows: list[dict[str, Any]]) -> None:
     cells = []
     for row in rows:
-        interval = tuple(int(part) for part in row["interval"].split("/"))
-        goal = GOALS.get((workload, row["base"], interval))
-        cells.append(
-            [
-                f"{row['base']} {row['interval']}{_solver(row)}",
-                f"{row['base_ms']:.1f}",
-                f"{row['kfac_ms']:.1f}" if "kfac_ms" in row else "",
-                f"{row['overhead']:+.1%}",
-                _spread(row),
-                "" if goal is None else f"{goal:+.0%}",
-            ]
-        )
-    print(table(["base", "base ms", "K-FAC ms", "over base", "quartiles", "goal"], cells))
-    phases = [[name, f"{ms:.2f}"] for name, ms in costs.items()]
-    print(table(["phase", "ms each time"], phases))
-    waits, held = syncs(workload), memory(workload)
-    print(f"host syncs: {waits}")
-    print(f"state: {held['measured']:,} bytes, closed form {held['closed_form']:,}")
-    result = {"kfac": rows, "phases_ms": costs, "syncs": waits, "memory": held}
-    if with_peers:
-        others = peers(workload)
-        shown = [
-            [r["name"], r["interval"], r.get("missing") or f"{r['overhead']:+.1%}", _spread(r)]
-            for r in others
-        ]
-        print(table(["peer", "interval", "over SGD", "quartiles"], shown))
-        print("\n".join(f"  {name}: {PEERS[name].note}" for name in OTHERS))
-        result["peers"] = others
-    return result
+        if "missing" in row:
+            cells.append([f"{row['interval']} {row['name']}", "", row["missing"], "", ""])
+            continue
+        low, high = row["quartiles"]
+        own = row["name"].startswith("kfac over")
+        goal = GOALS.get((workload, row["interval"]), "") if own else ""
+        over = f"{row['overhead']:+.1%}"
+        name = f"{row['interval']} {row['name']}"
+        cells.append([name, f"{row['ms']:.1f}", over, f"[{low:+.0%}, {high:+.0%}]", goal])
+    print(table(["", "ms", "over base", "quartiles", "bar, goal"], cells))
+    print("\n".join(f"  {name}: {PEERS[name].note}" for name in PEERS if name != "sgd"))
 
 
-def _solver(row: dict[str, Any]) -> str:
-    solver = row.get("solver", "auto")
-    return "" if solver == "auto" else f" {solver}"
+def ablation(workload: str, quick: bool) -> list[dict[str, Any]]:
+    """One lever changed at a time, at 1/10."""
+    steps: dict[str, Step] = {"sgd": base_step(workload, "sgd")}
+    for name, options in LEVERS.items():
+        steps[name] = kfac_step(workload, (1, 10), **options)[0]
+    timings = timed(steps, 10, 2, quick)
+    return [_row(name, "sgd", (1, 10), timings) for name in LEVERS]
 
 
-def _spread(row: dict[str, Any]) -> str:
-    quartiles = row.get("quartiles")
-    return f"[{quartiles[0]:+.0%}, {quartiles[1]:+.0%}]" if quartiles else "assembled"
+def show_ablation(workload: str, rows: list[dict[str, Any]]) -> None:
+    whole = rows[0]["ms"]
+    cells = [
+        [row["name"], f"{row['ms']:.1f}", f"{row['overhead']:+.1%}", f"{row['ms'] / whole:.2f}"]
+        for row in rows
+    ]
+    print(table(["lever", "ms", "over base", "times as long"], cells))
+
+
+def tokens(workload: str, quick: bool) -> list[dict[str, Any]]:
+    """Overhead against tokens per step."""
+    rows = []
+    sizes = SEQUENCES[:1] if quick else SEQUENCES
+    for size in sizes if workload in ("transformer", "llama") else ():
+        costs = phase_costs(workload, size, 1 if quick else 5)
+        over = {_shown(interval): assemble(costs, interval) for interval in INTERVALS}
+        rows.append({"tokens": 64 * size, "overhead": over, "seconds": costs})
+        print(f"  {64 * size} tokens", flush=True)
+    return rows
+
+
+def show_tokens(workload: str, rows: list[dict[str, Any]]) -> None:
+    cells = [
+        [row["tokens"], f"{1e3 * row['seconds']['base']:.1f}"]
+        + [f"{row['overhead'][_shown(interval)]:+.1%}" for interval in INTERVALS]
+        for row in rows
+    ]
+    print(table(["tokens in a step", "base ms", "1/10", "10/100"], cells) if rows else "  no text")
+
+
+def flops(workload: str, quick: bool) -> dict[str, Any]:
+    """Operations, the least that are needed, seconds, and the share of the peak."""
+    costs = phase_costs(workload, None, 1 if quick else 5)
+    seconds = {
+        "base": costs["base"],
+        "observe": sum(costs[name] for name in PER_FACTOR),
+        "refresh": costs["refresh"],
+        **{name: costs[name] for name in PER_STEP},
+    }
+    return {
+        "peak": gemm_peak(),
+        "flops": counted_flops(workload),
+        "least": least_flops(workload),
+        "seconds": seconds,
+    }
+
+
+def show_flops(workload: str, found: dict[str, Any]) -> None:
+    cells = []
+    for name, count in found["flops"].items():
+        least, seconds = found["least"].get(name), found["seconds"][name]
+        share = count / seconds / found["peak"]
+        limit = "" if least is None else f"{least / 1e9:.2f}"
+        cells.append([name, f"{count / 1e9:.2f}", limit, f"{1e3 * seconds:.1f}", f"{share:.0%}"])
+    print(table(["phase", "GFLOP", "least", "ms", "of peak"], cells))
+    print(f"  peak: {found['peak'] / 1e9:.0f} GFLOP/s in single precision")
+
+
+def memory(workload: str, quick: bool) -> dict[str, int]:
+    """Peaks of processes of their own."""
+    found = {}
+    for name in ("adamw", "soap", "kfac"):
+        command = [sys.executable, __file__, "--peak", workload, name]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            found[name] = int(answer.stdout.split()[-1])
+    return found
+
+
+def show_memory(workload: str, found: dict[str, int]) -> None:
+    cells = [[n, f"{b / 1e6:.0f}", f"{b / found['adamw']:.2f}"] for n, b in found.items()]
+    print(table(["optimizer", "MB at most", "times AdamW's"], cells))
+
+
+STAGES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
+    "table": (whole_table, show_table),
+    "ablation": (ablation, show_ablation),
+    "tokens": (tokens, show_tokens),
+    "flops": (flops, show_flops),
+    "memory": (memory, show_memory),
+}
+
+
+def keep(workload: str, stage: str, found: Any) -> None:
+    """Write a part beside those that are there; what earlier versions measured goes."""
+    results = read_json("overhead")
+    known = {name: one for name, one in results.get(workload, {}).items() if name in STAGES}
+    write_json("overhead", results | {workload: known | {stage: found}})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--workload", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="see that everything runs")
+    parser.add_argument("--again", action="store_true", help="measure what is there, too")
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.peak:
+        print(peak_bytes(*arguments.peak))
+        return
+    unknown = set(arguments.stages) - set(STAGES)
+    if unknown:
+        parser.error(f"there is no stage {min(unknown)!r}; choose among {', '.join(STAGES)}.")
     print(machine_line())
-    for name in arguments.workload:
-        results = read_json("overhead")  # workloads that were not asked for keep their numbers
-        found = report(name, arguments.rounds, not arguments.no_peers)
-        write_json("overhead", results | {name: results.get(name, {}) | found})
+    for stage in arguments.stages or STAGES:
+        measure, show = STAGES[stage]
+        for workload in arguments.workload:
+            print(f"\n{stage}: {workload}", flush=True)
+            found = read_json("overhead").get(workload, {}).get(stage)
+            if found is None or arguments.again or arguments.quick:
+                found = measure(workload, arguments.quick)
+            show(workload, found)
+            if not arguments.quick:
+                keep(workload, stage, found)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def small() -> nn.Module:
 
 
 def made(model: nn.Module, scheme: Any, **options: Any) -> kronfac.KFAC:
-    settings = {"factor_every": 1, "refresh_every": 2} | options
+    # The first block of a residual network has two convolutions with one input.
+    settings = {"factor_every": 1, "refresh_every": 2, "share_inputs": False} | options
     return kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), distribute=scheme, **settings)
 
 

@@ -206,7 +206,7 @@ def in_their_own_order(rank: int, scheme: str, groups: list[list[str]]) -> Any:
         plain.order = ["right", "left"]
     model: nn.Module = DistributedDataParallel(plain)
     base = SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"factor_every": 1, "refresh_every": 1}
+    options: dict[str, Any] = {"factor_every": 1, "refresh_every": 1, "share_inputs": False}
     optimizer = kronfac.KFAC(model, base, distribute=scheme, **options)
     logged = Logged(optimizer)
     for number in range(3):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kronfac.layers.norm import BatchNormLayer
 from tests import layer_oracles
 from tests.layers.kinds import GAMMA, MIXING, NORMS, PER_SAMPLE, Kind, Loss, N, loss_on, normed
 from tests.layers.watching import assert_roughly, left_out, observed, stepped, watched
@@ -260,3 +261,11 @@ def test_graft_keeps_the_norm_of_the_layer() -> None:
     before, after = stepped(kind.model, watched(kind.model, rescale="graft"), loss)
     solved = layer_oracles.norm_step(matrices, channels(before), GAMMA)
     assert_close(channels(after), solved * channels(before).norm() / solved.norm())
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (4, 3, 2, 5)])
+def test_devices_that_need_few_kernels_compute_the_same(shape: tuple[int, ...]) -> None:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    layer = BatchNormLayer("norm", kind(3))
+    x, grad = 3 + torch.randn(shape), torch.randn(shape)
+    assert_close(layer._by_norm(grad, x), layer._by_sums(grad, x))

@@ -21,13 +21,16 @@ from kronfac.capture import compiled
 from kronfac.capture.hooks import (
     Hook,
     first_tensor,
+    inside_backward,
+    inside_transform,
     is_batched,
     observing,
     watch_gradient,
     watch_product,
 )
 from kronfac.capture.random_state import random_state, set_random_state
-from kronfac.capture.recording import record_input, record_output
+from kronfac.capture.recording import record_output
+from kronfac.capture.seen_inputs import SeenInputs
 from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.options.config import Options
@@ -45,6 +48,7 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
+        self.inputs = SeenInputs(options.share_inputs)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -189,6 +193,7 @@ class Capture:
         self._made.forget_implicit()
         self._unrecorded.clear()
         self._latest = None
+        self.inputs.clear()
         for state in self.states:
             state.pending.clear()
 
@@ -199,9 +204,9 @@ class Capture:
         if not self.switch.on:
             return
         self.switch.depth += 1
-        if self.switch.depth > 1 or _inside_transform() or not torch.is_grad_enabled():
+        if self.switch.depth > 1 or inside_transform() or not torch.is_grad_enabled():
             return
-        if _inside_backward():
+        if inside_backward():
             return  # activation checkpointing repeats a forward that was seen
         forward_pass = self.new_pass(first_tensor((args, kwargs)), module.training)
         if forward_pass is not None:
@@ -269,8 +274,8 @@ class Capture:
         if watch.random is not None:
             set_random_state(output[0].device, watch.random)
             watch.random = None
-        counts, forward_pass = not self._paused and not _inside_transform(), self._current
-        if counts and _inside_backward():
+        counts, forward_pass = not self._paused and not inside_transform(), self._current
+        if counts and inside_backward():
             # Activation checkpointing repeats a forward. If the first one was without gradients
             # (reentrant), it was not observed and this one counts; else it was, and this one does not.
             unrecorded = self._unrecorded.get(module)
@@ -318,7 +323,11 @@ class Capture:
             watch_product(product, partial(self._backward, state, forward_pass, kept))
 
     def observe_call(
-        self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...]
+        self,
+        state: LayerState,
+        forward_pass: Pass | None,
+        inputs: tuple[Any, ...],
+        traced: bool = False,
     ) -> Pass:
         """Observe the input side of one product and return the pass that it belongs to."""
         state.renew_if_stale()
@@ -326,7 +335,7 @@ class Capture:
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
         with observing(first.device):
-            self._observe_input(state, inputs, forward_pass)
+            self._observe_input(state, inputs, forward_pass, traced)
         return forward_pass
 
     def observe_traced_call(
@@ -334,7 +343,7 @@ class Capture:
     ) -> Pass:
         """The same for a product in a compiled graph."""
         self.forward_seen = self.hooks_work = True
-        return self.observe_call(state, forward_pass, inputs)
+        return self.observe_call(state, forward_pass, inputs, traced=True)
 
     def _note_forward(self, module: nn.Module) -> None:
         """From here on it is settled whether the coming step takes statistics."""
@@ -342,14 +351,14 @@ class Capture:
             self.forward_seen = True
 
     def _observe_input(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass
+        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
     ) -> None:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            recorded = record_input(state, values, forward_pass)
-        if recorded and self.listener is not None:
-            self.listener(state, "input")
+            grown = self.inputs.record(state, values, forward_pass, traced)
+        if grown is not None and self.listener is not None:
+            self.listener(grown, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
         """Pass of a layer that is called outside the model's forward.
@@ -438,12 +447,3 @@ class Capture:
             if state.pending.has_outputs and state.layer.weight.grad is None:
                 self.clear_outputs()
                 return
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _inside_transform() -> bool:
-    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -183,3 +183,13 @@ def is_batched(grad: Tensor) -> bool:
     """Whether this stands for many gradients at once (``is_grads_batched``), which is no loss's."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(grad) or functorch.is_batchedtensor(grad)
+
+
+def inside_backward() -> bool:
+    """Whether a backward pass is running: activation checkpointing repeats forwards in it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def inside_transform() -> bool:
+    """Whether ``torch.func`` (vmap, grad, jacrev, ...) is running: its tensors must not get out."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

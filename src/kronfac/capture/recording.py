@@ -13,34 +13,40 @@ from kronfac.capture.broadcast import serves_all_samples, summed_rows
 from kronfac.layers.rows import Rows
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.forward_pass import Pass
-from kronfac.statistics.pending import context_of
+from kronfac.statistics.pending import Pending, context_of
 from kronfac.statistics.sampled import Stride
 
 
-def record_input(state: LayerState, values: tuple[Any, ...], forward_pass: Pass) -> bool:
-    """Take in the inputs of one product."""
+def record_input(
+    state: LayerState,
+    values: tuple[Any, ...],
+    forward_pass: Pass,
+    into: Pending | None = None,
+) -> bool:
+    """Take in the inputs of one product; ``into`` keeps them apart from what is pending."""
     rows = state.layer.inputs(values)
     if rows is None:
         return False
     broadcast = serves_all_samples(state, rows, values[0], forward_pass)
     if state.block.holds_rows and (broadcast or rows.samples != forward_pass.samples):
         state.fall_back_to_expand()
+    pending = into or state.pending
     if not broadcast:
-        state.pending.count_whole(rows, forward_pass)
+        pending.count_whole(rows, forward_pass)
         chosen = _choose(state, rows, forward_pass)
         if chosen is None:
-            state.pending.skip_input(values[0].device)
+            pending.skip_input(values[0].device)
             return True
         rows = chosen
     if state.block.holds_rows:
         state.block.check_rows(rows)
-        state.pending.hold_input(rows, forward_pass)
+        pending.hold_input(rows, forward_pass)
         return True
     times = forward_pass.samples if broadcast else 1  # one row for each sample
     found = state.block.observe_input(rows, context_of(forward_pass, state.solution_in_use))
     if times != 1:
         found = {name: value.mul_(state.block.weight(name, times)) for name, value in found.items()}
-    state.pending.add_input(found, rows.count * times)
+    pending.add_input(found, rows.count * times)
     return True
 
 

@@ -81,7 +81,7 @@ class Unobserved:
 
 def _is_missing(state: LayerState) -> bool:
     sources = {one.source for one in state.block.statistics.values()}
-    inputs, outputs = state.pending.has_inputs, state.pending.has_outputs
+    inputs, outputs = state.input_pending.has_inputs, state.pending.has_outputs
     return ("input" in sources and not inputs) or ("output" in sources and not outputs)
 
 

@@ -8,7 +8,7 @@ many there are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +106,18 @@ class Coordinator(ABC):
     @abstractmethod
     def first_sample(self, total: int) -> int:
         """The number of this rank's first sample among so many of a step on all ranks."""
+
+    @abstractmethod
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each of a few numbers over ranks."""
+
+    @abstractmethod
+    def input_bound(self, state: LayerState) -> Hashable:
+        """What layers have to have in common here, beside their input, to share it."""
+
+    @abstractmethod
+    def share_inputs(self, states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
+        """Take note of layers that share their inputs from now on; ``new`` ones may change places."""
 
     # --- before the step ------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ This is the front of the room. Who does what is in ``layout``, statistics on the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -121,6 +121,26 @@ class Distributed(Coordinator):
         return (
             sum(self._samples[: world.rank]) if self._samples else total * world.rank // world.size
         )
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each of a few numbers over ranks."""
+        found: list[float] = self.world.largest(values).tolist()
+        return found
+
+    def input_bound(self, state: LayerState) -> Hashable:
+        """Nothing, as layers can be placed together, unless the owner of a parameter has to stay.
+
+        Where ranks observe only their own layers, no layer shares its input.
+        """
+        if self.layout.is_local:
+            return state
+        return self.layout.owner(state) if self.layout.owns_parameters else None
+
+    def share_inputs(self, states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
+        """Let the same ranks work on layers that share their input."""
+        self.rounds.drain()
+        self.layout.share_inputs(new)
+        self.rounds.buckets.clear()
 
     # --- before the step ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kronfac.distributed.calibrate import measure_compute, measure_link
@@ -11,7 +12,7 @@ from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.placement.costs import Compute, LayerUnit, Link
-from kronfac.placement.place import Placement, Task, place
+from kronfac.placement.place import Assignment, Placement, Task, place
 from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid
 from kronfac.planner.choose import choose
 from kronfac.protocol.block import Statistic
@@ -29,6 +30,7 @@ class Layout:
         self.units: dict[LayerState, LayerUnit] = {}
         self.names: dict[LayerState, str] = {}
         self._link: Link | None = None
+        self._refresh_every = 1
 
     # --- placing --------------------------------------------------------------------------------
 
@@ -48,7 +50,42 @@ class Layout:
             first = next((tied[p] for p in own if p in tied), name)
             tied |= dict.fromkeys(own, first)
             self.units[state] = unit_of(name, state, self.settings.triangles, first, intervals)
+        self._refresh_every = intervals.refresh
         self._place([self.units[state] for state in new], intervals.refresh)
+
+    def share_inputs(self, new: Sequence[LayerState]) -> None:
+        """Place layers again of which some share their inputs; nothing is held of them yet."""
+        if self.owns_parameters:  # which stay where they are
+            self.use(self._with_shared_parts(self.placed))
+        else:
+            self._place([self._placed_unit(state) for state in new], self._refresh_every)
+
+    def _placed_unit(self, state: LayerState) -> LayerUnit:
+        """A layer's own work, and the layer that it shares its input with, if it does."""
+        unit, group = self.units[state], state.group
+        if group is None or group.leader is state:
+            return unit
+        own = tuple(part for part in unit.parts if part.name not in self._shared_parts(state))
+        return replace(unit, parts=own, beside=self.names[group.leader])
+
+    @staticmethod
+    def _shared_parts(state: LayerState) -> list[str]:
+        """Parts of a layer that are solved from statistics of another one alone."""
+        group = state.group
+        if group is None or group.leader is state:
+            return []
+        parts = state.block.shared_parts.items()
+        return [name for name, one in parts if set(one.statistics) <= set(group.statistics)]
+
+    def _with_shared_parts(self, placement: Placement) -> Placement:
+        """The same, with shared statistics solved where those of the first layer are."""
+        assignments = dict(placement.assignments)
+        for state, name in self.names.items():
+            if (parts := self._shared_parts(state)) and state.group is not None:
+                first = assignments[self.names[state.group.leader]]
+                tasks = {**assignments[name].tasks, **{part: first.tasks[part] for part in parts}}
+                assignments[name] = Assignment(assignments[name].column, tasks)
+        return Placement(placement.scheme, placement.grid, assignments)
 
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
         placement = self._placement_of(units, refresh_every)
@@ -57,7 +94,7 @@ class Layout:
         if self.placement is not None:
             assignments = {**self.placement.assignments, **placement.assignments}
             placement = Placement(placement.scheme, placement.grid, assignments)
-        self.use(placement)
+        self.use(self._with_shared_parts(placement))
 
     def _placement_of(self, units: Sequence[LayerUnit], refresh_every: int) -> Placement:
         scheme = self.settings.scheme
@@ -93,13 +130,21 @@ class Layout:
             state.observed = state.is_worker or not self.is_local
             kept = [name for name in state.running if self._keeps(state, name, next(index))]
             state.kept = frozenset(kept)
+        for state in self.units:  # what layers have in common is kept where it is first kept
+            shared = {
+                name: lender
+                for name in state.running
+                if (lender := state.lender(name)) is not state
+            }
+            own = [name for name in state.kept or () if name not in shared]
+            state.kept = frozenset([*own, *(n for n, one in shared.items() if one.keeps(n))])
 
     def _keeps(self, state: LayerState, name: str, index: int) -> bool:
         if self.is_local:
             return state.is_worker
         if state.running[name].statistic.is_replicated:
             return state.is_worker
-        keeper = self.placed.keeper(self.units[state], self.key(state, name), index)
+        keeper = self.placed.keeper(self.units[state], self._own_key(state, name), index)
         return keeper == self.world.rank
 
     def copies(self, state: LayerState, statistic: Statistic) -> int:
@@ -147,7 +192,10 @@ class Layout:
         return self.placed.grid.row_of(self.world.rank) == 0
 
     def key(self, state: LayerState, name: str) -> str:
-        """The name of one of a layer's tensors, unique in the model."""
+        """The name of one of a layer's tensors, unique in the model; layers may share a tensor."""
+        return self._own_key(state.lender(name), name)
+
+    def _own_key(self, state: LayerState, name: str) -> str:
         return f"{self.names[state]}/{name}"
 
     def works_on(self, state: LayerState) -> bool:
@@ -168,8 +216,15 @@ class Layout:
 
     def root(self, state: LayerState, name: str) -> int | None:
         """The one rank that needs a statistic's sum, or ``None`` if several do."""
-        needs = self.placed.needs(self.units[state], self.key(state, name))
-        return needs[0] if needs is not None and len(needs) == 1 else None
+        group = state.group
+        shared = group is not None and name in group.statistics
+        found: set[int] = set()
+        for one in group.members if group is not None and shared else [state]:
+            needs = self.placed.needs(self.units[one], self._own_key(one, name))
+            if needs is None:
+                return None
+            found |= set(needs)
+        return found.pop() if len(found) == 1 else None
 
     def gradient_root(self, state: LayerState) -> int:
         """The rank of this row that preconditions a layer's gradient."""
@@ -178,7 +233,7 @@ class Layout:
 
     def statistic_bytes(self, state: LayerState, name: str) -> int:
         """Bytes of a statistic in a message."""
-        key = self.key(state, name)
+        key = self._own_key(state, name)
         return next(one.bytes for one in self.units[state].statistics if one.key == key)
 
     def fits(self, placement: Placement) -> bool:

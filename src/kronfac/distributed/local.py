@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,6 +64,16 @@ class Local(Coordinator):
     def first_sample(self, total: int) -> int:
         """All samples are here."""
         return 0
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The numbers themselves."""
+        return list(values)
+
+    def input_bound(self, state: LayerState) -> None:
+        """All layers are here."""
+
+    def share_inputs(self, states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
+        """Everything stays here."""
 
     # --- before the step ------------------------------------------------------------------------
 
@@ -216,17 +226,24 @@ def _given(
 
 
 def _few(states: Iterable[LayerState]) -> Iterator[list[LayerState]]:
-    """Layers in groups whose new solutions take a bounded amount of memory."""
+    """Layers in groups whose new solutions take a bounded amount of memory.
+
+    Those that share an input stay together, since some of what is solved is the same.
+    """
+    together: dict[Hashable, list[LayerState]] = {}
+    for state in states:
+        together.setdefault(state if state.group is None else state.group, []).append(state)
     group: list[LayerState] = []
     size = 0
-    for state in states:
-        own = sum(
-            math.prod(n or 0 for n in shape) for shape in state.block.solution_shapes.values()
-        )
+    for some in together.values():
+        shapes = {
+            (s.lender(n), n): shape for s in some for n, shape in s.block.solution_shapes.items()
+        }
+        own = sum(math.prod(n or 0 for n in shape) for shape in shapes.values())
         if group and size + own > MAX_NEW_ELEMENTS:
             yield group
             group, size = [], 0
-        group.append(state)
+        group += some
         size += own
     if group:
         yield group

@@ -75,6 +75,8 @@ def _statistics(layout: Layout, state: LayerState, direct: bool) -> int:
     for name, statistic in zip(state.running, layout.units[state].statistics, strict=True):
         wire = layout.settings.wire_dtype
         size = statistic.elements * (statistic.itemsize if wire is None else wire.itemsize)
+        if state.lender(name) is not state:
+            continue  # it is sent once
         collected = direct and layout.root(state, name) == layout.world.rank
         if statistic.times:
             total += size * (layout.world.size if collected else 1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kronfac.distributed.comm.buckets import Reduction, make_buckets
 from kronfac.distributed.comm.flat import Item
 from kronfac.state.fold import fold
+from kronfac.state.input_group import InputGroup, groups_of
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
@@ -59,11 +60,18 @@ class Round:
     def __init__(self, rounds: Rounds, due: Due) -> None:
         self.layout, self.plan = rounds.layout, rounds.plan
         self.due = dict(due)
-        self.sources = {
-            self.layout.key(state, name): (state, name)
-            for state, parts in due.items()
-            for name in state.names_of(parts)
-        }
+        #: By statistic, the layer that observes it, and those that are solved from it.
+        self.sources: dict[str, tuple[LayerState, str]] = {}
+        self.users: dict[str, list[LayerState]] = {}
+        for state, parts in due.items():
+            for name in state.names_of(parts):
+                key = self.layout.key(state, name)
+                self.sources[key] = (state.lender(name), name)
+                self.users.setdefault(key, []).append(state)
+        #: Layers that share the inputs of these, whether they are solved now or not.
+        self._groups = groups_of(state for state, _ in self.sources.values())
+        #: Those of them that some rank has seen apart.
+        self.parted: list[InputGroup] = []
         self.gathered = [
             key
             for key, (state, name) in self.sources.items()
@@ -156,6 +164,8 @@ class Round:
         if header:  # some rank has observed more than it had sent
             self.reduction.restart()
             self.reduction.complete(self._sum)
+        if self.parted:  # the round is void
+            return self.reduction.arrivals()
         return self._arrivals(compress)
 
     def _sum(self, key: str) -> Tensor | None:
@@ -165,13 +175,14 @@ class Round:
     def _header(self, stale: bool) -> bool:
         """Add up counts and outlines, and agree whether what has left is complete."""
         world = self.layout.world
-        numbers = [torch.tensor([float(stale)], dtype=torch.float64, device=world.device)]
+        flags = [float(stale), *(float(group.parted) for group in self._groups)]
+        numbers = [torch.tensor(flags, dtype=torch.float64, device=world.device)]
         sizes: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
         for key, (state, name) in self.sources.items():
             running, block = state.running[name], state.block
             count = new_count(0.0, world.device) if running.count is None else running.count
             numbers.append(count.to(world.device, numbers[0].dtype).reshape(1))
-            numbers.append(torch.full_like(numbers[0], float(running.fresh)))
+            numbers.append(torch.full_like(numbers[-1], float(running.fresh)))
             shape = block.outline_shapes.get(name)
             if shape is None:
                 continue
@@ -181,7 +192,9 @@ class Round:
             numbers.append(values.to(world.device, numbers[0].dtype).reshape(-1))
         total = world.total(torch.cat(numbers))
         found: list[float] = total.tolist()  # the host waits, as it does for any refresh
-        position = 1
+        position = len(flags)
+        parted = zip(self._groups, found[1:position], strict=True)
+        self.parted = [group for group, times in parted if times > 0]
         for key, (state, name) in self.sources.items():
             times = self.layout.copies(state, state.running[name].statistic)
             self.counts[key] = found[position] / times

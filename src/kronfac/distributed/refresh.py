@@ -17,7 +17,7 @@ from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.coordinator import Now
-from kronfac.distributed.layer_solve import Work, solve_parts
+from kronfac.distributed.layer_solve import Work, solve_parts, takers
 from kronfac.distributed.layout import Layout
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
@@ -42,6 +42,8 @@ class Solving:
         self.failed = dict.fromkeys(due, False)
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self._messages: list[Broadcast | Bucket] = []
+        #: By part that several layers share, the layers that take what one of them has solved.
+        self._takers: dict[Work, list[LayerState]] = {}
         #: Shapes of solutions of which the data decides a size, by key.
         self._sizes: dict[str, tuple[int, ...]] = {}
 
@@ -51,6 +53,7 @@ class Solving:
 
     def run(self, stages: Sequence[Sequence[Work]], arrivals: Iterator[None]) -> None:
         """Solve stage by stage, each when its statistics have arrived, and send off solutions."""
+        self._takers = takers(self.due)
         for stage in stages:
             with self.phases("reduce"):
                 next(arrivals, None)
@@ -70,7 +73,9 @@ class Solving:
     def _solve_stage(self, stage: Sequence[Work]) -> None:
         """Solve what is to be solved here, and send and receive what belongs to this column."""
         layout, phases = self.layout, self.phases
-        chosen = [(state, part) for state, part in stage if part in self.due[state]]
+        taken = {(state, part) for (_, part), own in self._takers.items() for state in own}
+        due = [(state, part) for state, part in stage if part in self.due[state]]
+        chosen = [work for work in due if work not in taken]
         divided, owned, seen_through, everywhere = [], [], [], []
         for state, part in chosen:
             task = layout.task(state, part)
@@ -84,8 +89,8 @@ class Solving:
                 everywhere.append((state, part))
             else:
                 owned.append((state, part, task.rank))
-        for (state, _), solution in self._solve_all(everywhere).items():
-            self._keep(state, solution)
+        for (state, part), solution in self._solve_all(everywhere).items():
+            self._keep(state, part, solution)
         wire = layout.settings.wire_dtype
         for state, part in divided:
             items = self._items(state, part, None)
@@ -119,7 +124,7 @@ class Solving:
                 continue
             solution = found[state, part]
             if solution is None or collectives.size == 1:
-                self._keep(state, solution)
+                self._keep(state, part, solution)
             for name, value in (solution or {}).items():
                 values[self.layout.key(state, name)] = value
         if collectives.size == 1:
@@ -226,11 +231,12 @@ class Solving:
         self.failed[state] |= solution is None
         return solution
 
-    def _keep(self, state: LayerState, solution: dict[str, Tensor] | None) -> None:
-        if solution is None:
-            self.failed[state] = True
-        else:
-            self._local[state] |= solution
+    def _keep(self, state: LayerState, part: str, solution: dict[str, Tensor] | None) -> None:
+        for one in (state, *self._takers.get((state, part), ())):
+            if solution is None:
+                self.failed[one] = True
+            else:
+                self._local[one] |= solution
 
     # --- the outcome ----------------------------------------------------------------------------
 

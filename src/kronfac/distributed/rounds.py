@@ -13,6 +13,7 @@ from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.comm.plan import Plan
 from kronfac.distributed.layout import Layout
 from kronfac.distributed.reduce import Compress, Moment, Round
+from kronfac.state.input_group import InputGroup
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 
@@ -48,13 +49,16 @@ class Rounds:
 
     def restart(self) -> None:
         """Forget what is under way, after state was loaded on all ranks."""
+        self.drain()
+        self._has_new_statistics, self.loaded = False, True
+
+    def drain(self) -> None:
+        """Give up the round that is under way: whatever has left on any rank has to arrive on all."""
         overlap = self.layout.settings.overlap and self.plan.groups is not None
         if self._expected and overlap and not self.layout.is_local:
-            # Whatever has left on any rank has to arrive on all.
             for _ in (self._current or Round(self, self._expected)).finish(False):
                 pass
         self._current, self._expected = None, {}
-        self._has_new_statistics, self.loaded = False, True
 
     # --- before the step ------------------------------------------------------------------------
 
@@ -110,6 +114,12 @@ class Rounds:
         self._expected = {}
         started = time.perf_counter()
         arrivals = current.finish(self._stale, compress)
+        if current.parted:
+            for _ in arrivals:
+                pass
+            self._part(current.parted)
+            current = Round(self, due)
+            arrivals = current.finish(False, compress)
         self.waited += time.perf_counter() - started
         if all(
             set(state.block.shared_parts) <= set(due.get(state, ()))
@@ -118,6 +128,13 @@ class Rounds:
         ):
             self._has_new_statistics = False
         return current, arrivals
+
+    def _part(self, groups: Sequence[InputGroup]) -> None:
+        """Let layers go on alone whose inputs some rank has seen apart."""
+        for group in groups:
+            group.dissolve()
+        self.layout.use(self.layout.placed)
+        self.buckets.clear()
 
     def timed(self, arrivals: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """Count the seconds until each message has arrived."""

@@ -34,11 +34,12 @@ def solve(rounds: Rounds, due: Due, now: Now) -> Iterable[Solved]:
     with rounds.phases("reduce"):
         current, arrivals = rounds.finish(due, compress)
     solving.shards, solving.counts = current.shards, current.counts
-    for key, (state, name) in current.sources.items():
-        needed = not state.running[name].statistic.may_be_missing
-        solving.missing[state] |= needed and not current.counts[key] > 0
-        if key in current.outlines:
-            solving.outlines[state][name] = current.outlines[key]
+    for key, (source, name) in current.sources.items():
+        needed = not source.running[name].statistic.may_be_missing
+        for state in current.users[key]:
+            solving.missing[state] |= needed and not current.counts[key] > 0
+            if key in current.outlines:
+                solving.outlines[state][name] = current.outlines[key]
     solving.skip_old()
     sums: dict[str, Tensor] = {}
     solving.run(_stages(layout, current), _receive(solving, current, rounds.timed(arrivals), sums))
@@ -55,12 +56,13 @@ def _receive(
     for arrived in arrivals:
         sums.update(arrived)
         for key, total in arrived.items():
-            state, name = current.sources[key]
-            made = state.running[name].statistic.source == "compressed"
-            if made:
-                solving.means[state][name] = total
-            elif current.counts[key] > 0:
-                mean = state.running[name].mean_of(total, current.counts[key])
+            source, name = current.sources[key]
+            running = source.running[name]
+            made = running.statistic.source == "compressed"
+            if not made and not current.counts[key] > 0:
+                continue
+            mean = total if made else running.mean_of(total, current.counts[key])
+            for state in current.users[key]:
                 solving.means[state][name] = mean
         yield
 

@@ -53,6 +53,13 @@ class ConvLayer(Layer):
         spacing = module.kernel_size, module.stride, module.dilation
         return *spacing, self._padding(), module.padding_mode, module.groups
 
+    @property
+    def input_form(self) -> Hashable:
+        """See :attr:`Layer.input_form`; subclasses may make other rows."""
+        if type(self).inputs is not ConvLayer.inputs:
+            return None
+        return ConvLayer, self.geometry, self.bias_trains, self.factor_dtype
+
     def _batched(self, x: Tensor) -> Tensor:
         x = x.detach().to(self.factor_dtype)
         unbatched = x.dim() == len(self.module.kernel_size) + 1

@@ -117,6 +117,14 @@ class Layer(ABC):
         """What else determines the rows: modules that share a weight must have the same value."""
         return None
 
+    @property
+    def input_form(self) -> Hashable:
+        """How rows are made of inputs: layers of equal forms make the same rows of the same tensor.
+
+        ``None`` if a layer's inputs are never taken for those of another layer.
+        """
+        return None
+
     def keep(self, value: Any) -> Any:
         """An input of a call as it is kept until the backward pass."""
         return value.detach() if isinstance(value, Tensor) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,13 @@ class LinearLayer(Layer):
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """See :meth:`Layer.outputs`."""
         return DenseRows(self.rows(grad))
+
+    @property
+    def input_form(self) -> Hashable:
+        """See :attr:`Layer.input_form`; subclasses may make other rows."""
+        if type(self).inputs is not LinearLayer.inputs or type(self).rows is not LinearLayer.rows:
+            return None
+        return LinearLayer, self.bias_trains, self.factor_dtype
 
     def rows(self, x: Tensor) -> Tensor:
         """``[N, *shared, d] -> [N, S, d]``; a single vector is one sample."""

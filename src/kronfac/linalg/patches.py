@@ -109,8 +109,13 @@ def _unfolded(x: Tensor, window: Window) -> Tensor:
     return view.movedim(1, -1)
 
 
-def patch_gram(x: Tensor, window: Window, max_elements: int = 1 << 22) -> Tensor:
-    """Return ``Σ a aᵀ`` over all patches by collecting them, a few samples at a time."""
+def patch_gram(x: Tensor, window: Window, max_elements: int | None = None) -> Tensor:
+    """Return ``Σ a aᵀ`` over all patches by collecting them, a few samples at a time.
+
+    On a CPU so few that they stay in its caches; elsewhere each few are a kernel more.
+    """
+    if max_elements is None:
+        max_elements = 1 << (22 if x.device.type == "cpu" else 25)
     out = math.prod(window.output_size(x.shape[2:]))
     per_sample = max(1, out * x.shape[1] * window.taps)
     chunk = max(1, max_elements // per_sample)

@@ -49,9 +49,9 @@ _CHANNELS_LAST = {
 def patch_covariance(x: Tensor, window: Window) -> Tensor:
     """Return ``Σ a aᵀ`` over all patches: ``[N, g·C, *spatial] -> [*b, taps·C, taps·C]``.
 
-    Exact to rounding. The algorithm is chosen from the shapes alone.
+    Exact to rounding. The algorithm is chosen from the shapes and the kind of device alone.
     """
-    slides = _sliding_pays(tuple(x.shape), window)
+    slides = _sliding_pays(tuple(x.shape), window, x.device.type == "cpu")
     return sliding_covariance(x, window) if slides else patch_gram(x, window)
 
 
@@ -101,8 +101,8 @@ def _strip_flops(shape: Sequence[int], window: Window) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _sliding_pays(shape: tuple[int, ...], window: Window) -> bool:
-    """Choose by a cost model that reads shapes only: every run and rank makes the same choice.
+def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -> bool:
+    """Choose by a cost model that reads no times: every run and rank makes the same choice.
 
     The constants (nanoseconds) were fitted on a two-core AVX-512 machine. What matters is that many
     small products (kernels without padding on small maps) are expensive and copies are not free.
@@ -114,6 +114,8 @@ def _sliding_pays(shape: tuple[int, ...], window: Window) -> bool:
         return False
     width = shape[1] // window.groups * window.taps
     strips = list(itertools.chain.from_iterable(_strips(tuple(shape[2:]), window)))
+    if not on_cpu:
+        return _few_kernels_cost_more(shape, window, strips)
     sliding = (
         400_000
         + _image_flops(shape, window) / 170
@@ -124,6 +126,23 @@ def _sliding_pays(shape: tuple[int, ...], window: Window) -> bool:
     elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
     speed = 210 * min(1.0, width / 128)
     return sliding < collecting_flops(shape, window) / speed + 1.2 * elements
+
+
+#: What other devices are taken to be: nanoseconds to start a kernel, operations and bytes in each.
+_LAUNCH, _FLOPS, _BYTES = 5_000, 10_000, 1_000
+
+
+def _few_kernels_cost_more(shape: Sequence[int], window: Window, strips: Sequence[_Strip]) -> bool:
+    """Whether all patches at once, in a few kernels, take longer than many small products.
+
+    No such device was measured: the constants are those of a common accelerator, to the nearest power
+    of ten.
+    """
+    kernels = 2 * window.taps + len(strips) * 5 + sum(2 * strip.products for strip in strips)
+    flops = _image_flops(shape, window) + _strip_flops(shape, window)
+    elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
+    collecting = 4 * _LAUNCH + collecting_flops(shape, window) / _FLOPS + 8 * elements / _BYTES
+    return kernels * _LAUNCH + flops / _FLOPS < collecting
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,11 @@ class RankOneBlock(VectorBlock):
         self.label = "rank one" + ("" if output_side else ", G = I")
         self.label += ", A diag" if picks_columns else ""
 
+    @property
+    def input_key(self) -> Hashable:
+        """See :attr:`Block.input_key`: the mean of the rows."""
+        return RankOneBlock, self.statistics["a"], self.dtype
+
     def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
         return {"a": inputs.total()}

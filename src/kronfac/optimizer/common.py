@@ -39,6 +39,7 @@ class Common(TypedDict, total=False):
     early_refresh: bool
     stagger: bool
     rows: RowsOption
+    share_inputs: bool
     loss_average: Literal["batch", "token"] | float | None
     include: Pattern | Sequence[Pattern] | None
     exclude: Pattern | Sequence[Pattern] | None
@@ -59,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "early_refresh": True,
     "stagger": False,
     "rows": "auto",
+    "share_inputs": True,
     "loss_average": "batch",
     "include": None,
     "exclude": None,

@@ -102,7 +102,8 @@ class Inspection:
         ranks = preconditioner.coordinator.overview(states)
         remark = self._outputs.remark(preconditioner.options)
         rows = preconditioner.rows.describe(states)
-        return describe(title, states, others, update_bytes, ranks, [*rows, *remark])
+        inputs = preconditioner.inputs.describe(states)
+        return describe(title, states, others, update_bytes, ranks, [*rows, *inputs, *remark])
 
     def __repr__(self) -> str:
         return self.summary()

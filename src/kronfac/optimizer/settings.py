@@ -44,6 +44,7 @@ def engine_options(method: Method, values: dict[str, Any], schedules: Schedules)
         early_refresh=values["early_refresh"],
         stagger=values["stagger"],
         rows=values["rows"],
+        share_inputs=values["share_inputs"],
         loss_average=values["loss_average"],
         include=as_patterns(values["include"], "include"),
         exclude=as_patterns(values["exclude"], "exclude"),

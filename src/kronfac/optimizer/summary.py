@@ -85,7 +85,7 @@ def left_out(
 def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[str]:
     total = sum(state.held_bytes for state in states)
     observed = [state for state in states if state.observed]
-    peak = sum(state.block.cost.statistics_bytes for state in observed)
+    peak = sum(state.observed_bytes for state in observed)
     row = sum(state.row_bytes for state in observed)
     rows = [f"Rows are kept until the step and gathered: {_bytes(row)} for one row of every layer."]
     if ranks is None:

@@ -57,6 +57,7 @@ class Options:
     max_grad_norm: float | None = None
     rows: RowsOption = None
     products: Products = "auto"
+    share_inputs: bool = True
 
     @property
     def sampled(self) -> bool:
@@ -78,7 +79,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("nesterov", "early_refresh", "stagger"):
+        for name in ("nesterov", "early_refresh", "stagger", "share_inputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         check_momentum("momentum", self.momentum)

@@ -64,6 +64,7 @@ class LayerUnit:
         itemsize: bytes of each number of solution and gradient.
         tied_to: name of the first layer whose parameters it shares (itself if none). Such layers
             must have one owner where parameters have owners.
+        beside: name of the layer whose input it shares, which the same ranks work on.
     """
 
     name: str
@@ -73,6 +74,7 @@ class LayerUnit:
     gradient_elements: int
     itemsize: int = 4
     tied_to: str = ""
+    beside: str = ""
 
     @property
     def solution_bytes(self) -> int:

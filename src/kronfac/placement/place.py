@@ -163,7 +163,9 @@ def _columns(
 ) -> list[int]:
     """A column for every layer."""
     together = scheme == "layer-parallel"
-    names = [layer.tied_to or layer.name if together else layer.name for layer in layers]
+    names = [
+        layer.tied_to or layer.name if together else layer.beside or layer.name for layer in layers
+    ]
     weights = dict.fromkeys(names, 0.0)
     for name, layer in zip(names, layers, strict=True):
         solve = sum(part.times * solve_seconds(part, compute) for part in layer.parts)

@@ -97,6 +97,16 @@ class Block(ABC):
         statistics = self.statistics.values()
         return frozenset(name for one in statistics if not one.is_replicated for name in one.basis)
 
+    @property
+    def input_key(self) -> Hashable:
+        """What decides, beside the rows, what :meth:`observe_input` makes of a call.
+
+        Layers of equal keys that see the same rows have the same input statistics, with the same
+        outlines. They are then observed, sent and kept once. ``None`` if that is never so: because rows
+        are kept, or the solution is looked at.
+        """
+        return None
+
     def weight(self, name: str, share: float) -> float:
         """The factor that makes a contribution count ``share`` times.
 
@@ -217,6 +227,13 @@ class Block(ABC):
 
         Random numbers come from ``given.generator(part)`` if :attr:`draws`; checkpoints resume them.
         """
+
+    def solve_key(self, part: str) -> Hashable:
+        """Parts of equal keys have the same solution if they have the same statistics.
+
+        ``None`` if a solution depends on anything else: damping, outlines, what was solved before.
+        """
+        return None
 
     def batch_key(self, part: str) -> Hashable:
         """Parts of equal keys, of whichever layers, can be solved together by :meth:`solve_batch`.

@@ -48,6 +48,9 @@ def fold_all(states: Sequence[LayerState], decay: float, normalizer: Normalizer)
     alike: dict[Hashable, list[Named]] = {}
     for state in states:
         for name in state.running:
+            lender = state.lender(name)
+            if lender is not state and lender.running[name] is state.running[name]:
+                continue  # it is folded there
             if (kind := _kind(state, name, decay)) is None:
                 fold(state, name, decay, normalizer)
             else:

@@ -14,7 +14,7 @@ MAX_STEP = 2**40
 #: Whole numbers that we save, by the last part of their key, and how many of them.
 _WHOLE = {
     **{"step": 1, "last_factor": 1, "compared": 1, "dropped": 1},
-    **{"interval": 3, "schedule": 6, "stride": 4},
+    **{"interval": 3, "schedule": 6, "stride": 4, "group": 1},
 }
 _REMEDY = "load another checkpoint"
 

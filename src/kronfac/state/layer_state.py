@@ -16,6 +16,7 @@ from kronfac.protocol.block import Given, bytes_of
 from kronfac.protocol.context import number_of
 from kronfac.protocol.method import Method
 from kronfac.protocol.transform import Transform
+from kronfac.state.input_group import InputGroup
 from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import Running
 from kronfac.statistics.sampled import Stride
@@ -33,7 +34,7 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks", "stride"),
+    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks", "stride", "group"),
 }
 
 
@@ -68,6 +69,9 @@ class LayerState:
         self.embeds_positions: bool | None = None
         #: Which rows its statistics are taken from; ``None`` until that is settled.
         self.stride: Stride | None = None
+        #: Layers that see the same input, if others do, and whether that has been settled.
+        self.group: InputGroup | None = None
+        self.group_settled = False
         self._rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
@@ -92,6 +96,8 @@ class LayerState:
 
     def reset(self) -> None:
         """Start again with the layer's present shape: no statistics, no solution."""
+        if self.group is not None:
+            self.group.dissolve()
         self.layer.renew()
         self.block = self.method.block(self.layer, grouped=not self.fell_back)
         self._allow_rounding()
@@ -136,6 +142,18 @@ class LayerState:
         if taken:
             raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")
         return shapes
+
+    def lender(self, name: str) -> LayerState:
+        """The layer that a statistic, or a tensor of the solution, is computed for: this one, mostly."""
+        group = self.group
+        shared = group is not None and (name in group.statistics or name in group.solutions)
+        return group.leader if group is not None and shared else self
+
+    @property
+    def input_pending(self) -> Pending:
+        """Where its inputs are observed."""
+        shared = self.group is not None and not self.group.parted
+        return self.group.leader.pending if self.group is not None and shared else self.pending
 
     def watches(self, side: str) -> bool:
         """Whether the rows of a side are observed: ``"input"`` or ``"output"``."""
@@ -289,12 +307,20 @@ class LayerState:
     def kept_bytes(self) -> int:
         """Bytes of the statistics that this rank keeps, once they exist; of rows, those that are here."""
         dtype, rows = self.layer.factor_dtype, 0
-        kept = [one for name, one in self.running.items() if self.keeps(name)]
+        own = [name for name in self.running if self.lender(name) is self]
+        kept = [self.running[name] for name in own if self.keeps(name)]
         sums = [one.statistic.shape for one in kept if one.statistic.combine == "sum"]
         for one in self.running.values():  # they stay where they were observed
             if one.statistic.combine == "gather" and one.sum is not None:
                 rows += one.sum.numel() * dtype.itemsize
         return bytes_of(sums, dtype) * (3 if self.compares else 1) + rows
+
+    @property
+    def observed_bytes(self) -> int:
+        """Bytes of what it observes itself at a factor step."""
+        lent = [n for n in self.block.statistics if self.lender(n) is not self]
+        shapes = [self.block.statistics[name].shape for name in lent]
+        return self.block.cost.statistics_bytes - bytes_of(shapes, self.layer.factor_dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -313,10 +339,17 @@ class LayerState:
         known, shapes = self.solution or {}, dict(self.block.solution_shapes)
         if any(None in shapes[name] for name in self.held):
             shapes = {name: tuple(known[name].shape) for name in self.held if name in known}
-        held = [name for name in self.held if name in shapes]
+        held = [name for name in self.held if name in shapes and not self._borrows(name)]
         solution = sum(bytes_of([shapes[name]], self.dtype_of(name)) for name in held)
         buffers = self.buffer_shapes.values() if self.is_worker else ()
         return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
+
+    def _borrows(self, name: str) -> bool:
+        """Whether a tensor of the solution is that of another layer."""
+        theirs, own = self.lender(name).solution, self.solution
+        if theirs is own or theirs is None or own is None or name not in theirs or name not in own:
+            return False
+        return theirs[name].data_ptr() == own[name].data_ptr()
 
     def allocate(self) -> None:
         """Make every tensor at its final shape without giving it a meaning."""

@@ -118,8 +118,8 @@ def _check_match(
         raise ValueError(f"the checkpoint does not fit this model: {shown}.")
 
 
-def layer_entry(state: LayerState) -> dict[str, Any]:
-    """Return what is saved of one layer, without the prefix.
+def layer_entry(state: LayerState, place: Mapping[LayerState, int]) -> dict[str, Any]:
+    """Return what is saved of one layer, without the prefix, given the places of all layers.
 
     Layers that are parts of one weight put their name before their keys.
     """
@@ -143,6 +143,10 @@ def layer_entry(state: LayerState) -> dict[str, Any]:
         fixed = state.stride or Stride(0, 0, 0)
         numbers = [fixed.target, fixed.samples, fixed.positions, fixed.total]
         entry["stride"] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if state.layer.input_form is not None and state.block.input_key is not None:
+        alone = -1 if state.group_settled else -2
+        group = alone if state.group is None else place[state.group.leader]
+        entry["group"] = torch.tensor(group, dtype=torch.int64, device="cpu")
     times = (state.solved_at, state.last_refresh)
     numbers = [_NEVER if time is None else time for time in times]
     numbers += [state.offset, state.failures, state.failures_in_a_row, int(state.fell_back)]
@@ -187,6 +191,18 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
                 f"{shape} here; load it with the same bias, max_dim, sharing and fisher as it was "
                 "saved with."
             )
+
+
+def saved_group(state: LayerState, entry: Mapping[str, Any]) -> int | None:
+    """The number of the layers that shared a layer's input; -1 if it had none to share it with.
+
+    ``None`` if that was not settled. Earlier versions shared nothing.
+    """
+    entry = _own_part(state, entry)
+    if "schedule" not in entry:
+        return None
+    number = int(entry["group"]) if "group" in entry else -1
+    return None if number < -1 else number
 
 
 def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:

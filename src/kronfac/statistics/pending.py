@@ -118,6 +118,39 @@ class Pending:
         """Count input rows that were finite."""
         self.rows = counted if self.rows is None else self.rows + counted
 
+    def add_inputs_of(self, other: Pending, copy: bool = False) -> None:
+        """Add everything that another layer's input side has observed, or a copy of it."""
+        for forward_pass, (rows, entries) in other.whole.items():
+            before = self.whole.get(forward_pass, (0, 0))
+            self.whole[forward_pass] = (before[0] + rows, before[1] + entries)
+        if not other.has_inputs:
+            return
+        calls = self.versions["input"] + other.versions["input"]
+        first = other.unscreened.get("input")
+        if first is not None:
+            values = {n: v.clone() if copy else v for n, v in first.values.items()}
+            self.add_input(values, first.rows)
+        else:
+            self.screen("input")
+            own = {n: v for n, v in other.sums.items() if self._is_input(n)}
+            self._accumulate({n: v.clone() if copy else v for n, v in own.items()})
+            assert other.rows is not None
+            self.count_rows(other.rows)
+        self.versions["input"] = calls
+
+    def clear_inputs(self) -> None:
+        """Forget the input side, which another layer observes."""
+        self.unscreened.pop("input", None)
+        self.rows = None
+        self.whole.clear()
+        self.versions["input"] = 0
+        self.generations["input"] = next(_generations)
+        for name in [name for name in self.sums if self._is_input(name)]:
+            del self.sums[name]
+
+    def _is_input(self, name: str) -> bool:
+        return self.block.statistics[name].source == "input"
+
     def add_output(
         self, contributions: Mapping[str, Tensor], forward_pass: Pass, share: float = 1.0
     ) -> None:

@@ -47,6 +47,15 @@ class Running:
             left.count = self.count * factor
         return left
 
+    def copy(self) -> Running:
+        """The same in tensors of its own."""
+        made = Running(self.statistic)
+        made.sum = None if self.sum is None else self.sum.clone()
+        made.count = None if self.count is None else self.count.clone()
+        made.fresh, made.row_share = self.fresh, self.row_share
+        made.gathered_at = self.gathered_at
+        return made
+
     def _fading(self, decay: float) -> Tensor:
         assert self.sum is not None
         assert self.count is not None

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kronfac.linalg.batching import MAX_BATCH_ELEMENTS
 from kronfac.statistics.pending import Pending, Unscreened
 from kronfac.statistics.running import count_dtype
 
@@ -48,10 +49,32 @@ def _screen(entries: Sequence[_Entry]) -> None:
     sizes = sizes_of((pending, name, value) for pending, _, name, value in entries)
     finite = torch.isfinite(sizes)
     bad = finite.logical_not()
-    for (_, _, _, value), wrong in zip(entries, bad.unbind(), strict=True):
-        value.masked_fill_(wrong, 0)
+    if bad.device.type == "cpu":
+        for (_, _, _, value), wrong in zip(entries, bad.unbind(), strict=True):
+            value.masked_fill_(wrong, 0)
+    else:
+        _zero_alike(entries, bad)
     _count([(pending, first) for pending, first, _, _ in entries], finite)
     add_dropped([pending for pending, _, _, _ in entries], bad)
+
+
+def _zero_alike(entries: Sequence[_Entry], bad: Tensor) -> None:
+    """Zero what is not finite, contributions of equal shape in one kernel."""
+    alike: dict[Hashable, list[int]] = {}
+    for index, (_, _, _, value) in enumerate(entries):
+        alike.setdefault(value.shape, []).append(index)
+    for own in alike.values():
+        size = max(1, MAX_BATCH_ELEMENTS // max(1, entries[own[0]][3].numel()))
+        for start in range(0, len(own), size):
+            some = own[start : start + size]
+            if len(some) == 1:
+                entries[some[0]][3].masked_fill_(bad[some[0]], 0)
+                continue
+            values = [entries[index][3] for index in some]
+            wrong = torch.stack([bad[index] for index in some])
+            stacked = torch.stack(values)
+            stacked.masked_fill_(wrong[(..., *[None] * values[0].dim())], 0)
+            torch._foreach_copy_(values, stacked.unbind())
 
 
 def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> None:

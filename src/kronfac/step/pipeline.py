@@ -30,7 +30,6 @@ from kronfac.protocol.context import Context
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, rule_of
-from kronfac.state import state_dict as checkpoint
 from kronfac.state.fold import fold, fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
@@ -42,6 +41,7 @@ from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
+from kronfac.step.shared_inputs import SharedInputs
 from kronfac.step.transforms import Momentum
 from kronfac.step.updates import Updates
 from kronfac.step.validation import (
@@ -91,6 +91,7 @@ class Preconditioner:
         self.counters: dict[str, int | Tensor] = {}
         self.random = RandomSeeds()
         self.rows = SampledRows(options.rows)
+        self.inputs = SharedInputs(self.capture.inputs)
         self.detached = False
         self.coordinator: Coordinator = Local(self.phases)
         self._updates = Updates(options, schedules, self.transforms, self.phases)
@@ -209,14 +210,7 @@ class Preconditioner:
         entries: dict[str, dict[str, Any]],
     ) -> None:
         """Take up what ranks had agreed on when state was saved, where that is possible."""
-
-        def holds_all() -> bool:
-            return all(
-                checkpoint.holds_all(state, entries.get(names[parameter], {}))
-                for (parameter, _), state in self.layers.items()
-            )
-
-        self.coordinator.resume(plan, holds_all, list(self.layers.values()), groups)
+        saving.resume(self, plan, groups, names, entries)
 
     def advance(self) -> None:
         """Count a completed step."""
@@ -282,11 +276,13 @@ class Preconditioner:
 
     def _reduce(self, states: Sequence[LayerState]) -> None:
         """Fold what was observed since the last step into the running averages."""
+        self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
             self._unobserved.report(states)
         if self.method.needs_observe:
             self._unobserved.check_outputs(self.method.name, self.capture.passes)
         self.rows.fix(states, self.coordinator)
+        self.inputs.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = self._normaliser()
         self.coordinator.settle_broadcast(states, normalizer)

@@ -121,6 +121,6 @@ def may_leave_out(state: LayerState) -> bool:
 
 def _seen(state: LayerState) -> tuple[float, float, float]:
     """Rows of a layer at this step, what they are grouped by, and samples of the passes that had them."""
-    whole = state.pending.whole
+    whole = state.input_pending.whole
     rows, entries = (float(sum(one[index] for one in whole.values())) for index in (0, 1))
     return rows, entries, float(sum(forward_pass.samples for forward_pass in whole))

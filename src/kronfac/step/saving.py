@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.state import state_dict as checkpoint
+from kronfac.state.layer_state import LayerState
 from kronfac.statistics.screening import screen_all
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ def entries(preconditioner: Preconditioner, names: Names) -> Entries:
         shared |= damping.entries()
     if (interval := preconditioner.adaptive_interval()) is not None:
         shared["interval"] = interval.entry()
+    place = {state: index for index, state in enumerate(preconditioner.layers.values())}
     for (parameter, _), state in preconditioner.layers.items():
         entry = found.setdefault(names[parameter], {})
-        entry |= checkpoint.layer_entry(state) | shared
+        entry |= checkpoint.layer_entry(state, place) | shared
     for parameter, update in (
         {} if preconditioner.quadratic is None else preconditioner.quadratic.last
     ).items():
@@ -89,6 +91,9 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
     for (parameter, _), state in preconditioner.layers.items():
         checkpoint.load_layer(state, entries.get(names[parameter], {}))
+    states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
+    saved = saved_groups(preconditioner, names, entries)
+    preconditioner.inputs.finish_loading(states, saved, coordinator)
     preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
     damping = preconditioner.schedules.adaptive("damping")
     if damping is not None:
@@ -108,6 +113,37 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
             preconditioner.clock.last_factor = None if last < 0 else last
         if "random" in entry:
             preconditioner.observer.set_random_state(entry["random"])
+
+
+def resume(
+    preconditioner: Preconditioner,
+    plan: str,
+    groups: list[dict[str, Any]],
+    names: Names,
+    entries: Entries,
+) -> None:
+    """See :meth:`Preconditioner.resume`."""
+
+    def holds_all() -> bool:
+        return all(
+            checkpoint.holds_all(state, entries.get(names[parameter], {}))
+            for (parameter, _), state in preconditioner.layers.items()
+        )
+
+    states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
+    saved = saved_groups(preconditioner, names, entries)
+    preconditioner.inputs.begin_loading(states, saved, coordinator)
+    coordinator.resume(plan, holds_all, states, groups)
+
+
+def saved_groups(
+    preconditioner: Preconditioner, names: Names, entries: Entries
+) -> dict[LayerState, int | None]:
+    """By layer, the number of those that share its input in a checkpoint, if that was settled."""
+    return {
+        state: checkpoint.saved_group(state, entries.get(names[parameter], {}))
+        for (parameter, _), state in preconditioner.layers.items()
+    }
 
 
 def check(preconditioner: Preconditioner, names: Names, entries: Entries) -> None:

@@ -119,6 +119,13 @@ class KFACBlock(Block):
 
     # --- observing ------------------------------------------------------------------------------
 
+    @property
+    def input_key(self) -> Hashable:
+        """See :attr:`Block.input_key`: the second moment of the rows, or its diagonal."""
+        if self.holds_rows or type(self).observe_input is not KFACBlock.observe_input:
+            return None
+        return KFACBlock, self.statistics["A"], self.dtype, self.solver == "eigen"
+
     def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
         return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
@@ -167,13 +174,17 @@ class KFACBlock(Block):
             return self._decompose(part, given.means[part])
         return self._invert(part, given)
 
+    def solve_key(self, part: str) -> Hashable:
+        """See :meth:`Block.solve_key`; an eigendecomposition knows nothing of the other side."""
+        if self.solver != "eigen" or part not in self.forms:
+            return None
+        return "eigen", part, self.forms[part], self.statistics[part].shape, self.dtype
+
     def batch_key(self, part: str) -> Hashable:
-        """See :meth:`Block.batch_key`; an eigendecomposition knows nothing of the other side."""
+        """See :meth:`Block.batch_key`."""
         if type(self) is not KFACBlock or self.solver == "newton-schulz":
             return None  # others may solve in another way
-        if self.solver == "eigen":
-            return "eigen", part, self.forms[part], self.statistics[part].shape, self.dtype
-        return self.signature, part
+        return self.solve_key(part) or (self.signature, part)
 
     def solve_batch(self, part: str, given: Given) -> dict[str, Tensor] | None:
         """See :meth:`Block.solve_batch`."""

@@ -59,6 +59,8 @@ class KFAC(Preconditioned):
         rows: about how many rows (positions of samples) a layer's statistics are taken from at a factor
             step, over all ranks and micro-batches: a number from 4096 on, ``None`` for all of them, or
             ``"auto"``, 4096 or 8 times the width of the layer's wider side if that is more.
+        share_inputs: let layers that see the same tensor (queries, keys and values; gate and up) share
+            its statistics, and what is solved from them alone. Nothing changes but the cost.
         max_dim: a side wider than this keeps only its diagonal.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.
