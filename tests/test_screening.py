@@ -24,7 +24,7 @@ def test_equal_shapes_are_zeroed_together(most: int) -> None:
     pending, nothing = mock.Mock(spec=Pending, block=mock.Mock(spec=Block)), Unscreened({})
     entries = [(pending, nothing, "A", value) for value in values]
     bad = torch.tensor([not value.isfinite().all() for value in values])
-    with mock.patch.object(screening, "MAX_BATCH_ELEMENTS", most), Operations() as counted:
+    with mock.patch.object(screening, "_MOST_ELEMENTS", most), Operations() as counted:
         _zero_alike(entries, bad)
     assert all(map(torch.equal, values, expected))
     assert counted.kernels["masked_fill_"] == (3 if most > 8 else 5)

@@ -179,3 +179,43 @@ def test_resumes_bit_for_bit(name: str) -> None:
     for same, after, later in run(2, resumed, name):
         assert same
         assert after == later == SHARED
+
+
+def continued(
+    rank: int, name: str, saved: tuple[Any, Any]
+) -> tuple[dict[str, Tensor], list[list[str]], list[set[int]]]:
+    """Go on from what one process has saved; also by group, the columns of its members."""
+    model, optimizer = make(True, distribute=SCHEMES[name], refresh_every=2)
+    inner: Any = model.module
+    inner.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    size = dist.get_world_size()
+    for number in range(3, 6):
+        step(model, optimizer, shard(data(number), rank), 6 // size)
+    placed = optimizer.placement.assignments
+    columns = [{placed[member].column for member in group} for group in groups(optimizer)]
+    return dict(inner.state_dict()), groups(optimizer), columns
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("mem-opt", 2),
+        pytest.param("mem-opt", 3, marks=pytest.mark.slow),
+        pytest.param("comm-opt", 3, marks=pytest.mark.slow),
+        pytest.param("layer-parallel", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_go_on_from_one_process(name: str, size: int) -> None:
+    model, optimizer = make(False, refresh_every=2)
+    for number in range(3):
+        step(model, optimizer, data(number), 6)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for number in range(3, 6):
+        step(model, optimizer, data(number), 6)
+    for found, shared, columns in run(size, continued, name, saved):
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-7, atol=1e-9)
+        assert all(len(one) == 1 for one in columns)
+        if name != "layer-parallel":  # where only layers of one owner share
+            assert shared == SHARED

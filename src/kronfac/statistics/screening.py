@@ -7,12 +7,13 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kronfac.linalg.batching import MAX_BATCH_ELEMENTS
 from kronfac.statistics.pending import Pending, Unscreened
 from kronfac.statistics.running import count_dtype
 
 #: What a side has observed of a single statistic.
 _Entry = tuple[Pending, Unscreened, str, Tensor]
+#: How many numbers are copied side by side at once.
+_MOST_ELEMENTS = 2**26
 
 
 def screen_all(pendings: Iterable[Pending]) -> None:
@@ -64,7 +65,7 @@ def _zero_alike(entries: Sequence[_Entry], bad: Tensor) -> None:
     for index, (_, _, _, value) in enumerate(entries):
         alike.setdefault(value.shape, []).append(index)
     for own in alike.values():
-        size = max(1, MAX_BATCH_ELEMENTS // max(1, entries[own[0]][3].numel()))
+        size = max(1, _MOST_ELEMENTS // max(1, entries[own[0]][3].numel()))
         for start in range(0, len(own), size):
             some = own[start : start + size]
             if len(some) == 1:
