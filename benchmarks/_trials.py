@@ -41,12 +41,18 @@ class Trial:
 
 
 def run(
-    trial: Trial, *, data_dir: str | None, holdout: bool = False, only_end: bool = False
+    trial: Trial,
+    *,
+    data_dir: str | None,
+    holdout: bool = False,
+    only_end: bool = False,
+    evaluate_every: float | None = None,
 ) -> dict[str, Any]:
     """Train and return plain numbers; a loss that is not finite counts as a miss."""
     recipe = trial.recipe(holdout=holdout)
-    if only_end:
-        recipe = recipe_files.change(recipe, {"train.evaluate_every": 1e6})
+    every = 1e6 if only_end else evaluate_every
+    if every is not None:
+        recipe = recipe_files.change(recipe, {"train.evaluate_every": every})
     result = train(recipe, trial.optimizer, trial.seed, data_dir=data_dir)
     last = result.curve[-1] if result.curve and result.status == "done" else None
     return {

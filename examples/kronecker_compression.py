@@ -1,12 +1,14 @@
 """Compress a trained recurrent net sixteen times and fine-tune what is left with K-FAC.
 
-    python examples/kronecker_compression.py
+    python examples/kronecker_compression.py [--hidden 64] [--whole-steps 500] [--steps 200]
 
 An LSTM reads handwritten digits row by row (8 steps of 8 numbers). Its matrices become sums of Kronecker
 products of a sixteenth of the size, which are never formed. A trained matrix has no such structure, so
 the accuracy is lost at first and comes back by fine-tuning. K-FAC preconditions the factors, which are
 linear layers used at every step.
 """
+
+import argparse
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +17,16 @@ from torch import Tensor, nn
 
 import kronfac
 
-HIDDEN, BATCH, TEST = 64, 64, 400
-WHOLE_STEPS, STEPS = 500, 200
+BATCH, TEST = 64, 400
 
 
 class Reader(nn.Module):
     """A recurrent net that reads an image row by row and names it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.cell = nn.LSTM(8, HIDDEN, batch_first=True)
-        self.head = nn.Linear(HIDDEN, 10)
+        self.cell = nn.LSTM(8, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images [N, 8, 8] to scores [N, 10]."""
@@ -65,7 +66,12 @@ def show(name: str, model: Reader, images: Tensor, labels: Tensor) -> None:
     print(f"{name + ':':<16}{matrices(model):>6} parameters {reached:.1%}")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=64, help="width of the LSTM's state")
+    parser.add_argument("--whole-steps", type=int, default=500, help="training of the whole LSTM")
+    parser.add_argument("--steps", type=int, default=200, help="fine-tuning of the compressed one")
+    given = parser.parse_args(arguments)
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
@@ -74,12 +80,12 @@ def main() -> None:
     images, labels = images[order], labels[order]
     test, rest = (images[:TEST], labels[:TEST]), (images[TEST:], labels[TEST:])
 
-    whole = Reader()
-    train(whole, *rest, WHOLE_STEPS, kfac=False)
+    whole = Reader(given.hidden)
+    train(whole, *rest, given.whole_steps, kfac=False)
     show("whole LSTM", whole, *test)
     small = kronfac.nn.compress(whole, 16, exclude="head")
     show("compressed", small, *test)
-    train(small, *rest, STEPS, kfac=True)
+    train(small, *rest, given.steps, kfac=True)
     show("fine-tuned", small, *test)
     for name, product in (("input", small.cell.inputs[0]), ("state", small.cell.states[0])):
         print(f"{name}: {product.extra_repr()}")

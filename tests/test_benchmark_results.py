@@ -162,3 +162,15 @@ def test_the_page_on_tuning_has_the_tables_of_the_runs_at_real_size() -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     page = (ROOT / "docs" / "tuning.md").read_text().splitlines()
     assert not [line for line in printed.splitlines() if line.startswith("|") and line not in page]
+
+
+# --- the family ------------------------------------------------------------------------------
+
+
+def test_the_page_on_methods_has_the_tables_of_the_family() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "family.py"), "table"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(lines) > 3 * 23  # every method on every task
+    page = (ROOT / "docs" / "methods.md").read_text().splitlines()
+    assert not [line for line in lines if line not in page]

@@ -231,8 +231,11 @@ def shapes_of(method: Any, **options: Any) -> set[tuple[int, ...]]:
 @every_form
 def test_no_factor_is_ever_formed(matvec: str, sharing: str) -> None:
     factors = {(23, 23), (19, 19)}
-    assert not factors & shapes_of(kronfac.CGFAC, matvec=matvec, sharing=sharing)
+    options = {"matvec": matvec, "sharing": sharing}
+    assert not factors & shapes_of(kronfac.CGFAC, rescale=None, **options)
     assert factors <= shapes_of(kronfac.KFAC)
+    # Orthogonal steps take products of the shorter side, less than the layer's own size.
+    assert factors & shapes_of(kronfac.CGFAC, **options) == {(19, 19)}
 
 
 @pytest.mark.parametrize(("sharing", "rows"), [("reduce", 5), ("expand", 5 * 9)])

@@ -122,12 +122,16 @@ def test_sides_of_rank_one_are_exact_for_constant_columns_and_rows() -> None:
     assert_equal(torch.outer(seen["right"], seen["right"]), V.mT @ V)
 
 
+@pytest.mark.parametrize(("rescale", "damping"), [("graft", 10.0), ("kl-clip", GAMMA)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["linear", "conv", "grouped"])
-def test_it_follows_the_reference(kind: str, form: str) -> None:
+def test_it_follows_the_reference(kind: str, form: str, rescale: str, damping: float) -> None:
+    """Grafted steps, the default, and the paper's."""
     model, other = small_nets.twins(kind)
-    optimizer = kronfac.Eva(model, SGD(model.parameters(), lr=0.1), form=form)
-    small_nets.assert_follows(optimizer, SlowEva(other, form, lr=0.1, damping=GAMMA), kind)
+    given = {} if rescale == "graft" else {"rescale": rescale, "damping": damping}
+    optimizer = kronfac.Eva(model, SGD(model.parameters(), lr=0.1), form=form, **given)
+    slow = SlowEva(other, form, lr=0.1, damping=damping, clips=rescale == "kl-clip")
+    small_nets.assert_follows(optimizer, slow, kind)
 
 
 # --- curvature -------------------------------------------------------------------------------
@@ -158,7 +162,8 @@ def test_relative_damping_is_a_share_of_the_mean_curvature(form: str) -> None:
 def test_damping_may_adapt_itself() -> None:
     model = small_nets.make("linear")
     damping = kronfac.LevenbergMarquardt(1e-2, every=1)
-    optimizer = kronfac.Eva(model, SGD(model.parameters(), lr=0.1), damping=damping)
+    base = SGD(model.parameters(), lr=0.1)
+    optimizer = kronfac.Eva(model, base, damping=damping, rescale="kl-clip")
     x, y = small_nets.batch("linear", 0)
 
     def closure() -> Tensor:

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,16 +32,29 @@ def test_kronecker_adapters_learn_more_than_low_rank_ones(
     assert float(printed[-1].split()[-1]) < 1e-4
 
 
+def compressed(hidden: int, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    """Accuracies of the whole net, the compressed one and the fine-tuned one, by the example."""
+    example = runpy.run_path(str(ROOT / "examples" / "kronecker_compression.py"))
+    example["main"](["--hidden", str(hidden), *arguments])
+    printed = [line for line in capsys.readouterr().out.splitlines() if "parameters" in line]
+    sizes = [int(line.split(":")[1].split()[0]) for line in printed]
+    assert sizes[0] == 4 * hidden * (8 + hidden)
+    assert sizes[1] == sizes[2] <= sizes[0] / 16
+    return (float(line.rstrip("%").split()[-1]) for line in printed)
+
+
+def test_a_compressed_recurrent_net_learns_again(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--whole-steps", "120", "--steps", "40"]
+    whole, before, tuned = compressed(32, arguments, capsys)
+    assert before < 50 < whole
+    assert tuned > before + 20
+
+
 @pytest.mark.slow
 def test_a_compressed_recurrent_net_is_tuned_to_what_it_knew(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    runpy.run_path(str(ROOT / "examples" / "kronecker_compression.py"), run_name="__main__")
-    printed = [line for line in capsys.readouterr().out.splitlines() if "parameters" in line]
-    sizes = [int(line.split(":")[1].split()[0]) for line in printed]
-    assert sizes[0] == 4 * 64 * (8 + 64)
-    assert sizes[1] == sizes[2] <= sizes[0] / 16
-    whole, before, tuned = (float(line.rstrip("%").split()[-1]) for line in printed)
+    whole, before, tuned = compressed(64, [], capsys)
     assert before < 50
     assert tuned > whole - 3
 

@@ -11,10 +11,13 @@ from tests.references.layer_rows import Losses, Seen, descend, each, look
 
 
 class SlowEva:
-    """SGD on steps preconditioned by Eva with KL clip."""
+    """SGD on steps preconditioned by Eva, with KL clip or at the norm of each layer's gradient."""
 
-    def __init__(self, model: nn.Module, form: str, lr: float, damping: float) -> None:
+    def __init__(
+        self, model: nn.Module, form: str, lr: float, damping: float, *, clips: bool
+    ) -> None:
         self.model, self.form, self.lr, self.damping = model, form, lr, damping
+        self.clips = clips
         self.means: dict[tuple[nn.Module, int], Tensor] = {}
         self.taken = 0
 
@@ -25,7 +28,8 @@ class SlowEva:
         total = sum((self.lr**2 * steps[layer] * one.V).sum() for layer, one in seen.items())
         clip = min(1.0, math.sqrt(1e-3 / float(total)))
         for layer, one in steps.items():
-            descend(layer, clip * one, self.lr)
+            factor = clip if self.clips else float(seen[layer].V.norm() / one.norm())
+            descend(layer, factor * one, self.lr)
 
     def preconditioned(self, layer: nn.Module, seen: Seen) -> Tensor:
         V = seen.V

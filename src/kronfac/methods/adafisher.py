@@ -228,7 +228,7 @@ class AdaFisherMethod(Method):
         damping=1e-3, factor_every=100, refresh_every=100, decay=0.9, rescale="kl-clip"
     )
 
-    line: ClassVar[Mapping[str, Any]] = {"lr": 0.01}  # it has momentum of its own
+    line: ClassVar[Mapping[str, Any]] = {"lr": 0.003}  # it has momentum of its own
 
     beta: float = 0.9
     gammas: tuple[float, float] = (0.92, 0.008)

@@ -215,7 +215,8 @@ class CGFACMethod(Method):
 
     The note does not say which of the two products it means, nor how many iterations; both are here, and
     10. Statistics are not averaged over time, since rows are not; so they are taken at every step, which
-    has ``V`` itself in the range of ``F``.
+    has ``V`` itself in the range of ``F``. Nor does it say how long steps are: they are
+    K-FAC's, ``rescale="auto"``, whose products take ``min(d_in, d_out)²`` numbers for a moment.
 
     Norms keep K-FAC's matrix of each channel. Layers whose rows cannot be told apart by sample use
     the Kronecker product of all of their rows, as ``sharing="expand"`` does.
@@ -234,7 +235,7 @@ class CGFACMethod(Method):
             much memory they would take.
     """
 
-    defaults = Defaults(damping=1e-3, factor_every=1, refresh_every=1, rescale="kl-clip")
+    defaults = Defaults(damping=1e-3, factor_every=1, refresh_every=1)
 
     matvec: Matvec = "kronecker"
     iterations: int = 10

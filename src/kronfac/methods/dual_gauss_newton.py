@@ -94,7 +94,9 @@ class DualGaussNewtonMethod(PerSampleMethod):
     likelihood and ``R = SᵀJ/√N``, which ``optimizer.observe(outputs, likelihood)`` sends back to each
     layer with ``fisher="exact"``, one backward pass an output, it is symmetric:
         ``(RᵀR + γI)⁻¹ v = (v - Rᵀβ)/γ`` with ``(RRᵀ + γI)β = Rv``.
-    So any gradient can be solved for, that of a momentum buffer too, and at steps between refreshes.
+    So any gradient can be solved for, that of a momentum buffer too, and at steps between refreshes. The
+    paper has a new J at every step; here every tenth step has one, at a tenth of the cost. With
+    ``refresh_every=1`` and this damping, small nets trained worse: a batch is then solved by its own J.
 
     The paper solves the whole model's dual by products with J and its transpose. Here each layer has its
     own kernel ``RRᵀ``, as wide as samples times outputs, C of them for a classifier, and keeps C times
@@ -111,7 +113,7 @@ class DualGaussNewtonMethod(PerSampleMethod):
     """
 
     defaults = Defaults(
-        damping=Relative(10.0), factor_every=1, refresh_every=1, decay=0.0, fisher="exact"
+        damping=Relative(10.0), factor_every=10, refresh_every=10, decay=0.0, fisher="exact"
     )
     made = SampleSpaceBlock
 

@@ -28,7 +28,9 @@ class EmpiricalNGDMethod(PerSampleMethod):
 
     ``damping=kronfac.Relative(ρ)`` is a share of the mean eigenvalue over all parameters. Most of F's
     eigenvalues are zero, and a gradient that is not of the newest batch (momentum, a stale solution) is
-    divided by γ alone where they are: ρ is larger here than for K-FAC.
+    divided by γ alone where they are: ρ is larger here than for K-FAC. It is larger still than for
+    ``FNGD``, which has the same F: the default solves for every batch with its own F, along which the
+    empirical Fisher makes steps longer the better a sample is fitted.
 
     Norms keep the unit-wise Fisher of K-FAC; embeddings are left to the base optimizer. A layer whose
     rows are not those of samples passes its raw gradient, with a note in the summary. With
@@ -42,7 +44,7 @@ class EmpiricalNGDMethod(PerSampleMethod):
         max_bytes: most bytes of rows that one layer may keep of a rank's batch; more are refused.
     """
 
-    defaults = Defaults(damping=Relative(10.0), factor_every=1, refresh_every=1, decay=0.0)
+    defaults = Defaults(damping=Relative(100.0), factor_every=1, refresh_every=1, decay=0.0)
     made = SampleSpaceBlock
 
 

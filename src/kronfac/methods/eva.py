@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -249,20 +249,25 @@ class EvaMethod(Method):
     Args:
         form: ``"kfac"``, ``"input"`` or ``"gradient"``, as above.
 
-    The defaults are the paper's: γ = 0.03, vectors at every step, and a weight of ξ = 0.95 for the
-    *newest* vector, which is ``decay=0.05`` here (at first ``1/(1 + decay)`` instead of ξ), and KL clip.
-    The public code takes the gradient of the loss as it is averaged, and means over positions, on 16
-    samples; here a sample's gradient counts as it is, and all samples do, so that γ has one meaning
-    whatever the batch, and the batch's split over ranks changes nothing.
+    Vectors are taken at every step with the paper's weight of ξ = 0.95 for the *newest* one, which is
+    ``decay=0.05`` here (at first ``1/(1 + decay)`` instead of ξ). The paper's γ is 0.03. Its public code
+    takes the gradient of the loss as it is averaged, and means over positions, on 16 samples; here a
+    sample's gradient counts as it is, and all samples do, so that γ has one meaning whatever the batch,
+    and the batch's split over ranks changes nothing. Curvature is then N² times that of the code, and
+    0.03 there is 100 and more here. With 0.03 here, the step along ``b̄ ⊗ ā`` is divided by the squared
+    error itself, small nets drift along it and train worse than with SGD; the default is 10. Lengths are
+    those of the gradients (``rescale="graft"``, one of the code's two rules), so that a rate is SGD's.
+    The code's other rule, ``rescale="kl-clip"``, leaves the rate and its schedule without a say while
+    the clip holds: ``P`` is ``V/γ`` long, and a bound of 0.001 then holds at every step.
 
     Limits. ``b̄`` is zero on average over the model's own labels: the Fisher must be the empirical one.
     Embeddings keep the exact ``diag(p)`` of their tokens in place of ``āāᵀ``. Norms are left to the base
     optimizer, as by the authors: their gradients of every sample would cost more than all the rest.
     """
 
-    defaults = Defaults(
-        damping=0.03, factor_every=1, refresh_every=1, decay=0.05, rescale="kl-clip"
-    )
+    defaults = Defaults(damping=10.0, factor_every=1, refresh_every=1, decay=0.05, rescale="graft")
+    #: Grafted steps: the rate is SGD's.
+    line: ClassVar[Mapping[str, Any]] = {"lr": 0.2, "momentum": 0.9, "nesterov": True}
 
     form: Form = "kfac"
 

@@ -120,7 +120,7 @@ class TNGDMethod(Method):
 
     The paper trains with a learning rate of 0.01, a damping of 0.01 and t = 50; it found noise harmless
     for κ₀ < 0.01. Those are the defaults for damping and time, in units of the loss's curvature.
-    ``rescale="kl-clip"`` bounds the steps beside them.
+    Steps as they are read were not steady on small nets; they get the lengths of K-FAC's.
 
     Args:
         time: t, in units of the inverse curvature (the paper's time constant is 1); 0 stays at the
@@ -131,7 +131,7 @@ class TNGDMethod(Method):
         max_dim: as for K-FAC.
     """
 
-    defaults = Defaults(damping=0.01, factor_every=1, refresh_every=10, rescale="kl-clip")
+    defaults = Defaults(damping=0.01, factor_every=1, refresh_every=10)
 
     time: float = 50.0
     start: Literal["previous", "gradient"] = "previous"

@@ -72,7 +72,8 @@ class SINGDMethod(Method):
       near the fixed point.
     - the code takes the blocks of a block-diagonal ``K`` for symmetric, which products of symmetric
       matrices are not; here ``Kᵀ`` is the transpose.
-    - steps are bounded by ``rescale="kl-clip"``; the paper's are ``rescale=None``.
+    - steps have the lengths of K-FAC's (``rescale="auto"``, by products too); the paper's are
+      ``rescale=None``, whose rate has to be small at first, while roots are near the identity.
     - ``A`` and ``G`` are those of :class:`kronfac.KFAC`, so that λ has its meaning there.
 
     Norms keep K-FAC's matrix of each channel. Embeddings have a diagonal ``K``; tokens never seen pass
@@ -99,7 +100,7 @@ class SINGDMethod(Method):
             are then lost, so that roots stop within about ``1/(500·lr_cov)`` of where they would.
     """
 
-    defaults = Defaults(damping=1e-3, factor_every=10, refresh_every=10, rescale="kl-clip")
+    defaults = Defaults(damping=1e-3, factor_every=10, refresh_every=10)
 
     structure: StructureName = "dense"
     lr_cov: float = 0.1
