@@ -1,7 +1,7 @@
 """What the defaults of some methods were chosen among, on digits kept apart.
 
-Papers leave open how long steps are, or have a damping in other units. Each candidate has three rates
-around its own, and two seeds that nothing else uses.
+Papers leave open how long steps are, or have a damping in other units. The choice was made with other
+seeds and more candidates; here each has three rates around its own, and two seeds that nothing else uses.
 """
 
 import statistics

@@ -96,7 +96,7 @@ class DualGaussNewtonMethod(PerSampleMethod):
         ``(RᵀR + γI)⁻¹ v = (v - Rᵀβ)/γ`` with ``(RRᵀ + γI)β = Rv``.
     So any gradient can be solved for, that of a momentum buffer too, and at steps between refreshes. The
     paper has a new J at every step; here every tenth step has one, at a tenth of the cost. With
-    ``refresh_every=1`` and this damping, small nets trained worse: a batch is then solved by its own J.
+    ``refresh_every=1`` and this damping, one small net trained well at two of three rates only.
 
     The paper solves the whole model's dual by products with J and its transpose. Here each layer has its
     own kernel ``RRᵀ``, as wide as samples times outputs, C of them for a classifier, and keeps C times
