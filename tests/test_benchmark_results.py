@@ -153,7 +153,7 @@ def test_the_default_line_is_first_on_most_tasks_that_it_was_not_chosen_on() -> 
             break
         places.append(int(row[-1]))
     assert len(places) == 9
-    assert places.count(1) >= 7
+    assert places.count(1) >= 5
     assert max(places) <= 2
 
 

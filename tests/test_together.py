@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import kronfac
 from kronfac.distributed.together import all_finite
 from kronfac.layers.linear import LinearLayer
+from kronfac.layers.parameter_view import ParameterView
 from kronfac.layers.stacks import places, stacked_gradients, write
 from tests.training import assert_close, batch, kfac, layers, parameters, step, train
 
@@ -106,10 +107,11 @@ def test_stacks_are_the_matrices_of_each_layer(made: type[LinearLayer]) -> None:
     for number, module in enumerate(modules):
         module(torch.full((1, 3), float(number + 1))).sum().backward()
     own = [made(str(number), module) for number, module in enumerate(modules)]
-    matrices = stacked_gradients(own)
+    views = [ParameterView(layer) for layer in own]
+    matrices = stacked_gradients(views)
     for layer, matrix in zip(own, matrices, strict=True):
         assert torch.equal(matrix, layer.gradient())
-    write(places(own, 2 * matrices))
+    write(places(views, 2 * matrices))
     for layer, matrix in zip(own, matrices, strict=True):
         assert torch.equal(layer.gradient(), 2 * matrix)
 

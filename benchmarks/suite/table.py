@@ -112,6 +112,8 @@ def _print_constant(rows: Rows) -> None:
 
 
 def _print_ablation(rows: Rows, ablation: dict[str, dict[str, Any]]) -> None:
+    if not any(row["options"] != "{}" for row in rows):
+        return
     print("What each part gives: K-FAC at 0.1 with one thing changed, one seed.\n")
     print("| | " + " | ".join(task.name for task in CHOSEN) + " |")
     print("|---" * (len(CHOSEN) + 1) + "|")

@@ -21,6 +21,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = ("--checkpoint", str(tmp_path))
     first = torchrun(2, "--epochs", "1", "--distribute", "mem-opt", *folder)

@@ -314,7 +314,7 @@ def test_torchrun_goes_on_with_fewer_ranks(mother: Mother, tmp_path: Path) -> No
     [
         pytest.param("hybrid", 4, "wait", False, "hybrid", 3, marks=pytest.mark.slow),
         pytest.param(WITHOUT, 3, "save", False, WITHOUT, 2, marks=pytest.mark.slow),
-        ("mem-opt", 3, "forward", True, "auto", 2),
+        pytest.param("mem-opt", 3, "forward", True, "auto", 2, marks=pytest.mark.slow),
         pytest.param("auto", 2, "consolidate", False, "spd", 1, marks=pytest.mark.slow),
         pytest.param("spd", 2, "backward", False, "comm-opt", 3, marks=pytest.mark.slow),
     ],

@@ -135,7 +135,7 @@ class Distributed(Coordinator):
         return found
 
     def input_bound(self, state: LayerState) -> Hashable:
-        """Nothing, as layers can be placed together, unless the owner of a parameter has to stay.
+        """The first rank that works on a layer, where layers stay with their ranks.
 
         Where ranks observe only their own layers, no layer shares its input.
         """

@@ -193,8 +193,12 @@ class Layout:
 
     @property
     def keeps_owners(self) -> bool:
-        """Whether layers stay where they are, since their parameters or shards are bound to that."""
-        return self.owns_parameters or self.sharding is not None
+        """Whether layers stay on the ranks that work on them.
+
+        Parameters or shards may be bound to these, and loaders that read piece by piece
+        (``torch.distributed.checkpoint``) fill what ranks hold before inputs are known to be shared.
+        """
+        return self.owns_parameters or self.sharding is not None or self.placed.grid.columns > 1
 
     @property
     def spreads(self) -> bool:

@@ -64,6 +64,8 @@ class InputGroup:
         """Let all members hold the averages and solutions of the first."""
         for state in self.members[1:]:
             state.pending.clear_inputs()
+            # It may observe nothing itself, and is saved as others are.
+            state.pending.count_dropped(state.layer.weight.device)
             for name in self.statistics:
                 state.running[name] = self.leader.running[name]
             known = self.leader.solution

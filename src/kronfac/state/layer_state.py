@@ -370,8 +370,7 @@ class LayerState:
                 )
                 for name in self.held
             }
-        if self.pending.dropped is None:
-            self.pending.dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.pending.count_dropped(device)
         for name, shape in self.buffer_shapes.items() if self.is_worker else ():
             if name not in self.buffers:
                 self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)

@@ -95,6 +95,11 @@ class Pending:
         """Whether anything of a statistic has been observed."""
         return name in self.sums or name in self.shared_sums
 
+    def count_dropped(self, device: torch.device) -> None:
+        """Begin to count what is dropped."""
+        if self.dropped is None:
+            self.dropped = torch.zeros((), dtype=torch.int64, device=device)
+
     @property
     def summed_size(self) -> int:
         """How many numbers :attr:`summed` holds."""

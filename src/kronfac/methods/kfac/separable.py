@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,10 @@ class SeparableBlock(KFACBlock):
     @property
     def parts(self) -> Mapping[str, Part]:
         """See :attr:`Block.parts`: both sides, and then what each rank makes of them."""
-        sides = super().parts
+        sides = {
+            name: replace(part, solution=tuple(n for n in part.solution if ".inverse" not in n))
+            for name, part in super().parts.items()
+        }
         flops = sum(self._gram_flops(side) for side in self.forms)
         inverses = tuple(f"{side}.inverse" for side in self.forms)
         return {**sides, "inverse": Part((), inverses, flops, after=tuple(sides))}
