@@ -1,13 +1,14 @@
 """Products in bfloat16: where they are taken, what error they have, and how to do without."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac.linalg import narrow
+from kronfac.linalg import covariance, narrow
 from kronfac.linalg.narrow import in_words, is_faster, matmul
 from kronfac.methods.kfac.block import KFACBlock
 
@@ -160,3 +161,65 @@ def test_training_differs_by_rounding_and_not_without_it() -> None:
 def test_without_the_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "supported", lambda device: False)
     assert torch.equal(trained("auto"), trained("float32"))
+
+
+# --- second moments ------------------------------------------------------------------------------
+
+
+def eigenvalue_change(found: Tensor, exact: Tensor) -> float:
+    """The most that an eigenvalue has changed by, as a share of their mean."""
+    change = torch.linalg.eigvalsh(found.double() - exact)
+    return float(change.abs().max() / exact.diagonal().mean())
+
+
+@pytest.mark.parametrize("width", [150, 512])
+@pytest.mark.parametrize("offset", [0.0, 1.0, 30.0])
+def test_rounding_changes_eigenvalues_by_a_hundredth_whatever_the_mean(
+    width: int, offset: float
+) -> None:
+    rows = random(1024, width).relu() + offset
+    exact = rows.double().T @ rows.double()
+    exact_ones = covariance.with_ones(rows).double()
+    found = covariance.gram(rows, True)
+    assert torch.equal(found, found.T)
+    assert 0 < eigenvalue_change(found, exact) < 0.01
+    bordered = covariance.bordered_gram(rows, True)
+    assert eigenvalue_change(bordered, exact_ones.T @ exact_ones) < 0.01
+    assert error(covariance.gram(rows).double(), exact) < 1e-5
+
+
+def test_second_moments_are_rounded_on_demand_and_only_large_ones_in_float32() -> None:
+    rows = random(1024, 150)
+    assert not torch.equal(covariance.gram(rows, True), covariance.gram(rows))
+    for small in (rows[:100], rows.double(), rows[:, :60]):
+        assert torch.equal(covariance.gram(small, True), covariance.gram(small))
+
+
+def test_second_moments_that_are_not_finite_say_so() -> None:
+    rows = random(1024, 150)
+    rows[7, 3] = torch.inf
+    assert not torch.isfinite(covariance.gram(rows, True).diagonal().sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        ({}, True),
+        ({"products": "float32"}, False),
+        ({"damping": 1e-3}, False),
+        ({"damping": kronfac.Relative(1e-3)}, False),
+        ({"damping": kronfac.Relative(1e-3, to="trace")}, False),
+    ],
+)
+def test_statistics_are_rounded_where_damping_hides_it(
+    options: dict[str, Any], rounds: bool
+) -> None:
+    model = nn.Linear(3, 4)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kronfac.KFAC(model, base, **options)
+    [state] = optimizer.layers
+    assert state.block.narrow_rows is rounds
+    state.reset()
+    assert state.block.narrow_rows is rounds
+    optimizer.damping = 1e-3
+    assert not state.block.narrow_rows

@@ -72,7 +72,7 @@ def test_singular_vectors_stay_and_values_come_near_one(shape: tuple[int, int]) 
 
 @pytest.mark.parametrize("shape", [(24, 24), (24, 200), (200, 24), (1, 514, 512)], ids=str)
 def test_all_but_the_smallest_values_end_in_the_bounds(shape: tuple[int, ...]) -> None:
-    values = torch.logspace(0, -2, min(shape[-2:])).double()
+    values = torch.logspace(0, -1.3, min(shape[-2:])).double()
     assert (values >= SMALLEST * values.pow(8).sum() ** 0.125).all()
     matrix, exact = with_values(*shape[-2:], values)
     found = nearest_orthogonal(matrix.float().expand(shape)).double().reshape(exact.shape)
@@ -114,8 +114,8 @@ def test_its_operations_are_counted(shape: tuple[int, ...]) -> None:
     assert counter.get_total_flops() == orthogonal_flops(*shape)
 
 
-def test_square_matrices_take_four_steps_of_three_products() -> None:
-    assert orthogonal_flops(2, 128, 128) == 2 * 4 * 3 * 2 * 128**3
+def test_square_matrices_take_three_steps_of_three_products() -> None:
+    assert orthogonal_flops(2, 128, 128) == 2 * 3 * 3 * 2 * 128**3
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 8.0])
@@ -126,7 +126,7 @@ def test_small_products_give_what_large_ones_give(
     rows, columns = 24, int(24 * ratio)
     matrix, _ = with_values(rows, columns, torch.logspace(0, math.log10(smallest), rows).double())
     found = []
-    for stages, dtype in (((4,), torch.float32), ((1, 1, 1, 1), torch.float64)):
+    for stages, dtype in (((3,), torch.float32), ((1, 1, 1), torch.float64)):
         monkeypatch.setattr(orthogonal, "_stages", lambda *_, taken=stages: taken)
         found.append(nearest_orthogonal(matrix.to(dtype)))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3

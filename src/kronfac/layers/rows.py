@@ -56,8 +56,8 @@ class Rows(ABC):
         return self.samples * self.positions
 
     @abstractmethod
-    def covariance(self) -> Tensor:
-        """Return ``Σ r rᵀ``, ``[*b, d, d]``."""
+    def covariance(self, narrow: bool = False) -> Tensor:
+        """Return ``Σ r rᵀ``, ``[*b, d, d]``; ``narrow`` allows products in bfloat16, if that is faster."""
 
     @abstractmethod
     def squares(self) -> Tensor:
@@ -120,10 +120,10 @@ class DenseRows(Rows):
         self.ones = ones
         self.samples, self.positions = rows.shape[-3], rows.shape[-2]
 
-    def covariance(self) -> Tensor:
+    def covariance(self, narrow: bool = False) -> Tensor:
         """See :meth:`Rows.covariance`."""
         flat = self.rows.flatten(-3, -2)
-        return bordered_gram(flat) if self.ones else gram(flat)
+        return bordered_gram(flat, narrow) if self.ones else gram(flat, narrow)
 
     def squares(self) -> Tensor:
         """See :meth:`Rows.squares`."""
@@ -172,7 +172,7 @@ class PatchRows(Rows):
         for size in window.output_size(x.shape[2:]):
             self.positions *= size
 
-    def covariance(self) -> Tensor:
+    def covariance(self, narrow: bool = False) -> Tensor:
         """See :meth:`Rows.covariance`."""
         product = patch_covariance(self.x, self.window)
         if not self.ones:
@@ -223,9 +223,9 @@ class MapRows(Rows):
         self.samples = x.shape[0]
         self.positions = x.numel() // max(1, x.shape[0] * x.shape[1])
 
-    def covariance(self) -> Tensor:
+    def covariance(self, narrow: bool = False) -> Tensor:
         """See :meth:`Rows.covariance`."""
-        return channel_gram(self.x, self.groups)
+        return channel_gram(self.x, self.groups, narrow)
 
     def squares(self) -> Tensor:
         """See :meth:`Rows.squares`."""
@@ -284,7 +284,7 @@ class TokenRows(Rows):
         """See :attr:`Rows.count`."""
         return self._size if self.padding is None else (self.tokens != self.padding).sum()
 
-    def covariance(self) -> Tensor:
+    def covariance(self, narrow: bool = False) -> Tensor:
         """See :meth:`Rows.covariance`."""
         return self.total().diag_embed()
 

@@ -1,21 +1,37 @@
-"""Second moments of rows: ``Σ r rᵀ``, where symmetry saves nearly half of the products."""
+"""Second moments of rows: ``Σ r rᵀ``, where symmetry saves nearly half of the products.
+
+Rounded to bfloat16, where that is allowed and pays, are rows without their mean, which is added in full:
+``Σ r rᵀ = Σ (r - m)(r - m)ᵀ + R·m mᵀ``. Inputs of a layer are mostly positive, and what rounding takes from
+products of their means would be more than most eigenvalues.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kronfac.linalg.narrow import is_faster
 from kronfac.linalg.precision import full_precision
 
 # Narrower strips, or more of them, would cost more in kernel calls than they save in products.
 _STRIP_WIDTH, _MAX_STRIPS = 128, 4
 #: Products with fewer operations than this are one kernel on devices other than processors.
 _ONE_KERNEL = 2**34
+#: Second moments with fewer multiplications than this are not rounded: taking means costs more.
+_LEAST_ROUNDED = 2**24
 
 
 @full_precision
-def gram(rows: Tensor) -> Tensor:
-    """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``."""
+def gram(rows: Tensor, narrow: bool = False) -> Tensor:
+    """Return ``rowsᵀ rows``: ``[*b, R, d] -> [*b, d, d]``.
+
+    ``narrow`` allows products in bfloat16 where that is faster: see :func:`rounds`.
+    """
+    if narrow and rounds(rows):
+        width = rows.shape[-1]
+        out = rows.new_empty(*rows.shape[:-2], width, width)
+        _rounded_gram_into(out, rows, rows.sum(-2))
+        return out
     if len(_strips(rows.shape[-2], rows.shape[-1], rows.device)) == 1:
         return rows.mT @ rows
     width = rows.shape[-1]
@@ -25,21 +41,44 @@ def gram(rows: Tensor) -> Tensor:
 
 
 @full_precision
-def bordered_gram(rows: Tensor) -> Tensor:
+def bordered_gram(rows: Tensor, narrow: bool = False) -> Tensor:
     """The same for rows that end with a one: ``[*b, R, d] -> [*b, d + 1, d + 1]``."""
     count, width = rows.shape[-2:]
     out = rows.new_empty(*rows.shape[:-2], width + 1, width + 1)
-    _gram_into(out[..., :width, :width], rows)
-    torch.sum(rows, -2, out=out[..., -1, :-1])
+    total = torch.sum(rows, -2, out=out[..., -1, :-1])
+    if narrow and rounds(rows):
+        _rounded_gram_into(out[..., :width, :width], rows, total)
+    else:
+        _gram_into(out[..., :width, :width], rows)
     _fill_border(out, count)
     return out
+
+
+def rounds(rows: Tensor) -> bool:
+    """Whether a second moment of these rows, ``[*b, R, d]``, is faster in bfloat16.
+
+    Entries of the covariance then have a relative error of about 2⁻⁹, and eigenvalues change by about a
+    hundredth of their mean at most.
+    """
+    count, width = rows.shape[-2:]
+    return count * width**2 >= _LEAST_ROUNDED and is_faster(rows, width, count, width)
+
+
+def _rounded_gram_into(out: Tensor, rows: Tensor, total: Tensor) -> None:
+    """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum."""
+    count = rows.shape[-2]
+    mean = total / count
+    centred = torch.empty_like(rows, dtype=torch.bfloat16)
+    torch.sub(rows, mean.unsqueeze(-2), out=centred)
+    _gram_into(out, centred)
+    out.addcmul_(mean.unsqueeze(-1), mean.unsqueeze(-2), value=count)
 
 
 def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
-        if rows.dim() == 2:
+        if rows.dim() == 2 and rows.dtype == out.dtype:
             torch.mm(left, right, out=out[start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right
@@ -62,7 +101,7 @@ def _strips(rows: int, width: int, device: torch.device | None = None) -> list[t
 
 
 @full_precision
-def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
+def channel_gram(x: Tensor, groups: int = 1, narrow: bool = False) -> Tensor:
     """Return ``Σ x xᵀ`` over samples and positions: ``[N, g·C, *spatial] -> [*b, C, C]``.
 
     ``*b`` is ``(groups,)`` when there are several groups and empty otherwise. The product follows
@@ -76,7 +115,7 @@ def channel_gram(x: Tensor, groups: int = 1) -> Tensor:
         maps = x.reshape(samples, groups, width, positions)
         total = (maps @ maps.mT).sum(0)
         return total if groups > 1 else total[0]
-    return gram(channel_rows(x, groups))
+    return gram(channel_rows(x, groups), narrow)
 
 
 def channel_rows(x: Tensor, groups: int = 1) -> Tensor:

@@ -29,6 +29,9 @@ RowsOption = int | Literal["auto"] | None
 
 #: No statistic is taken from fewer rows than this if there are more.
 LEAST_ROWS = 4096
+#: Relative damping from which on statistics may be rounded: a tenth of each factor's mean eigenvalue,
+#: where rounding changes eigenvalues by about a hundredth of it.
+LEAST_SHARE = 0.01
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "fisher": ("empirical", "mc", "exact", "forward"),
@@ -166,6 +169,10 @@ class Schedules:
         """What of each layer's curvature the damping is a share of; ``None`` if it is a number."""
         value = self._values["damping"]
         return value.share_of if isinstance(value, Ruled) else None
+
+    def hides_rounding(self, step: int) -> bool:
+        """Whether damping is larger than what rounding to bfloat16 changes in eigenvalues."""
+        return self.relative_damping == "mean" and self.at("damping", step) >= LEAST_SHARE
 
     def values(self) -> dict[str, Any]:
         """All of them, as they were given."""

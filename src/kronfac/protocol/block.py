@@ -83,6 +83,8 @@ class Block(ABC):
     #: Whether :meth:`precondition` may multiply in bfloat16 where that is faster and no error grows;
     #: whoever drives the block sets it.
     narrow: bool = False
+    #: The same for second moments of rows, where damping hides what rounding changes.
+    narrow_rows: bool = False
     #: Whether :meth:`compress` or :meth:`solve` draws random numbers.
     draws: bool = False
 

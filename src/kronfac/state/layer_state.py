@@ -52,8 +52,9 @@ class LayerState:
         self.method = method
         self.view = ParameterView(layer)
         self.transforms = transforms
-        #: Whether its products may be in bfloat16.
+        #: Whether its products may be in bfloat16, and those of its rows.
         self.narrow = narrow
+        self._narrow_rows = False
         #: Whether rows could not be told apart by sample although the method wanted it.
         self.fell_back = False
         self.note = ""
@@ -87,12 +88,23 @@ class LayerState:
         self._rule = rule
         self._allow_rounding()
 
+    @property
+    def narrow_rows(self) -> bool:
+        """Whether second moments of its rows may be in bfloat16."""
+        return self._narrow_rows
+
+    @narrow_rows.setter
+    def narrow_rows(self, allowed: bool) -> None:
+        self._narrow_rows = self.narrow and allowed
+        self._allow_rounding()
+
     def _allow_rounding(self) -> None:
         """Round preconditioned steps if nothing follows that would amplify it.
 
-        Orthogonal steps make what rounding puts where singular values were zero 200 times as large.
+        Orthogonal steps make what rounding puts where singular values were zero 50 times as large.
         """
         self.block.narrow = self.narrow and self._rule != "orthogonal"
+        self.block.narrow_rows = self._narrow_rows
 
     def reset(self) -> None:
         """Start again with the layer's present shape: no statistics, no solution."""

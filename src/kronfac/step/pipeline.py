@@ -139,6 +139,7 @@ class Preconditioner:
             for state, offset in zip(states, spread_offsets(costs, interval), strict=True):
                 state.offset = offset
         self._share_out(groups)
+        self._allow_rounding()
 
     def _refusal(self, layer: Layer) -> str | None:
         """Say why a layer is left to the base optimizer, or nothing."""
@@ -223,6 +224,12 @@ class Preconditioner:
         self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self._announce()
 
+    def _allow_rounding(self) -> None:
+        """Let statistics be rounded to bfloat16 where the damping is large enough to hide it."""
+        allowed = self.schedules.hides_rounding(self.clock.step)
+        for state in self.layers.values():
+            state.narrow_rows = allowed
+
     def reschedule(self) -> None:
         """Take a changed interval into account, from the next forward on."""
         compares = self.adaptive_interval() is not None
@@ -238,6 +245,8 @@ class Preconditioner:
         """Tell which layers will be refreshed at the coming step, so that statistics may leave early."""
         self._sums = sums_gradients(self.model)
         self.coordinator.expect(self._coming, self._moment)
+        if self.capture.due:
+            self._allow_rounding()
 
     def _coming(self) -> Due:
         observes = self.capture.due and not self.detached

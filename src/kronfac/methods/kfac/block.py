@@ -128,13 +128,17 @@ class KFACBlock(Block):
 
     def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
-        return {"A": inputs.covariance() if self.forms["A"] == "dense" else inputs.squares()}
+        if self.forms["A"] != "dense":
+            return {"A": inputs.squares()}
+        return {"A": inputs.covariance(self.narrow_rows)}
 
     def observe_output(self, outputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`."""
         if self.forms["G"] == "identity":
             return {}
-        return {"G": outputs.covariance() if self.forms["G"] == "dense" else outputs.squares()}
+        if self.forms["G"] != "dense":
+            return {"G": outputs.squares()}
+        return {"G": outputs.covariance(self.narrow_rows)}
 
     # --- solving --------------------------------------------------------------------------------
 

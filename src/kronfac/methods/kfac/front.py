@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from kronfac.adaptive.relative import Relative
 from kronfac.layers.selection import Selection
 from kronfac.methods.kfac.method import KFACMethod, Sharing, SolverOption
 from kronfac.optimizer.base import Preconditioned
@@ -36,7 +37,8 @@ class KFAC(Preconditioned):
         sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators), or
             ``"separable"`` (the eigenbasis with two products a step instead of four, damped nearly as
-            ``"eigen"`` is); ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond.
+            ``"eigen"`` is); ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond, and separable
+            for eigen where steps are made orthogonal and damping is relative, as by default.
             ``"thermodynamic"``, or a :class:`kronfac.Thermodynamic`, simulates a physical system that
             inverts by its noise.
         power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,
@@ -72,8 +74,9 @@ class KFAC(Preconditioned):
             steps this optimizer is found by itself.
         max_grad_norm: clip the norm of all gradients together to this, before they are preconditioned.
         products: ``"auto"`` multiplies large float32 matrices in bfloat16 where the hardware is faster at
-            it and nothing amplifies the rounding: for orthogonal steps, and to turn other steps back from
-            the eigenbasis. ``"float32"`` never does.
+            it and nothing amplifies the rounding: for orthogonal steps, to turn other steps back from the
+            eigenbasis, and for second moments of linear layers under relative damping. ``"float32"``
+            never does.
         distribute: how the work is shared out when there are several ranks: ``"auto"`` (the best of
             the others for this model and network, always with the same numbers), ``"replicated"``,
             ``"comm-opt"``, ``"mem-opt"``, :class:`kronfac.Hybrid`, ``"local"`` (statistics of the
@@ -107,8 +110,15 @@ class KFAC(Preconditioned):
             power=power,
             max_dim=max_dim,
             output_factor=common.get("fisher") != "forward",
+            hides_form=_hides_form(common),
         )
         super().__init__(model, base_optimizer, method, **common)
+
+
+def _hides_form(common: Common) -> bool:
+    """Whether orthogonal steps leave little of how the curvature was damped."""
+    relative = isinstance(common.get("damping", KFACMethod.defaults.damping), Relative)
+    return relative and common.get("rescale", "auto") in ("auto", "orthogonal")
 
 
 def param_groups(

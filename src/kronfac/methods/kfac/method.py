@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
-from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.block import EIGEN_MAX_WIDTH, KFACBlock
 from kronfac.methods.kfac.separable import SeparableBlock, applies
 from kronfac.methods.kfac.thermodynamic import (
     CovarianceBlock,
@@ -31,7 +31,11 @@ SOLVERS = ("auto", "eigen", "separable", "cholesky", "newton-schulz", "thermodyn
 
 @dataclass(frozen=True, kw_only=True)
 class KFACMethod(Method):
-    """Options of :class:`kronfac.KFAC`; ``output_factor`` is false if ``G = I``."""
+    """Options of :class:`kronfac.KFAC`.
+
+    ``output_factor`` is false if ``G = I``, and ``hides_form`` true if steps are made orthogonal and damping
+    is relative: ``solver="auto"`` then takes two products a step, by the separable form.
+    """
 
     defaults = Defaults(damping=Relative(0.1))
 
@@ -40,6 +44,7 @@ class KFACMethod(Method):
     power: float = 1.0
     max_dim: int = 8192
     output_factor: bool = True
+    hides_form: bool = False
 
     def __post_init__(self) -> None:
         check_choice("sharing", self.sharing, ("expand", "reduce"))
@@ -91,12 +96,19 @@ class KFACMethod(Method):
         if self.device is not None:
             made = CovarianceBlock if self.device.method == 1 else LinearSystemsBlock
             return made(shape, dtype, device=self.device, **common)
-        solver: Any = self.solver if self.power == 1 else "eigen"
+        solver = self._solver(max(shape[-2:]))
         if solver == "separable":
             if applies(shape, self.max_dim, self.output_factor) and not layer.picks_columns:
                 return SeparableBlock(shape, dtype, **common)
             solver = "eigen"  # two products at most
         return KFACBlock(shape, dtype, solver=solver, **common)
+
+    def _solver(self, width: int) -> Any:
+        """How a layer is solved whose wider side is this wide."""
+        if self.power != 1:
+            return "eigen"
+        decomposes = self.solver == "auto" and width <= EIGEN_MAX_WIDTH
+        return "separable" if decomposes and self.hides_form else self.solver
 
 
 def check_power(power: float, options: Options | None = None) -> None:
