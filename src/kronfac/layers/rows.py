@@ -57,7 +57,7 @@ class Rows(ABC):
 
     @abstractmethod
     def covariance(self, narrow: bool = False) -> Tensor:
-        """Return ``Σ r rᵀ``, ``[*b, d, d]``; ``narrow`` allows products in bfloat16, if that is faster."""
+        """Return ``Σ r rᵀ``, ``[*b, d, d]``; ``narrow`` allows bfloat16 products, if they are faster."""
 
     @abstractmethod
     def squares(self) -> Tensor:

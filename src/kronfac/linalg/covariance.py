@@ -1,8 +1,8 @@
 """Second moments of rows: ``Σ r rᵀ``, where symmetry saves nearly half of the products.
 
-Rounded to bfloat16, where that is allowed and pays, are rows without their mean, which is added in full:
-``Σ r rᵀ = Σ (r - m)(r - m)ᵀ + R·m mᵀ``. Inputs of a layer are mostly positive, and what rounding takes from
-products of their means would be more than most eigenvalues.
+What is rounded to bfloat16, where that is allowed and pays, are rows without their mean, which is added
+in full: ``Σ r rᵀ = Σ (r - m)(r - m)ᵀ + R·m mᵀ``. Inputs of a layer are mostly positive, and what rounding
+takes from products of their means would be more than most eigenvalues.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class KFAC(Preconditioned):
         sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators), or
             ``"separable"`` (the eigenbasis with two products a step instead of four, damped nearly as
-            ``"eigen"`` is); ``"auto"`` takes eigen up to a width of 2048 and Cholesky beyond, and separable
-            for eigen where steps are made orthogonal and damping is relative, as by default.
+            ``"eigen"`` is); ``"auto"`` takes eigen up to a width of 2048, Cholesky beyond, and in place of
+            eigen separable where steps become orthogonal and damping is relative, as by default.
             ``"thermodynamic"``, or a :class:`kronfac.Thermodynamic`, simulates a physical system that
             inverts by its noise.
         power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,

@@ -33,8 +33,8 @@ SOLVERS = ("auto", "eigen", "separable", "cholesky", "newton-schulz", "thermodyn
 class KFACMethod(Method):
     """Options of :class:`kronfac.KFAC`.
 
-    ``output_factor`` is false if ``G = I``, and ``hides_form`` true if steps are made orthogonal and damping
-    is relative: ``solver="auto"`` then takes two products a step, by the separable form.
+    ``output_factor`` is false if ``G = I``, and ``hides_form`` true if steps are made orthogonal and
+    damping is relative: ``solver="auto"`` then takes two products a step, by the separable form.
     """
 
     defaults = Defaults(damping=Relative(0.1))
