@@ -1,5 +1,7 @@
 """Two products a step: against a slow fit, the exact form, and Cholesky's damping of each factor."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,9 @@ def moments(width: int, seed: int, decades: float = 3.0) -> Tensor:
     return basis * torch.logspace(0, -decades, width).double() @ basis.T
 
 
-def solved(block: Block, damping: float, relative: str | None = "mean") -> dict[str, Tensor]:
+def solved(block: Block) -> dict[str, Tensor]:
     means = {"A": moments(block.shape[-1], 1), "G": moments(block.shape[-2], 2)}
-    found = block.refresh(Given(means, damping, relative=relative))
+    found = block.refresh(Given(means, 1.0))
     assert found is not None
     return found
 
@@ -45,20 +47,18 @@ def test_the_fit_is_that_of_least_squares() -> None:
     torch.testing.assert_close(left[:, None] * right, expected)
 
 
-@pytest.mark.parametrize("relative", [None, "mean", "trace"])
-def test_it_is_the_fit_in_the_eigenbasis(relative: str | None) -> None:
+def test_it_is_the_fit_in_the_eigenbasis() -> None:
     block = SeparableBlock((5, 7), torch.float64, **COMMON)
-    found = solved(block, 0.1, relative)
-    share = {None: 0.1, "mean": 0.1, "trace": 3.5}[relative]
-    means = moments(7, 1), moments(5, 2)
-    damping = share if relative is None else share * float(means[0].trace() * means[1].trace() / 35)
-    (values_in, basis_in), (values_out, basis_out) = map(torch.linalg.eigh, means)
-    left, right = separable(values_out, values_in, torch.tensor([[damping]], dtype=torch.float64))
-    gradient = random(5, 7)
-    turned = basis_out.T @ gradient @ basis_in * left[:, None] * right
-    torch.testing.assert_close(
-        block.precondition(found, gradient, 0.0), basis_out @ turned @ basis_in.T
+    solution, gradient = solved(block), random(5, 7)
+    (values_in, basis_in), (values_out, basis_out) = map(
+        torch.linalg.eigh, (moments(7, 1), moments(5, 2))
     )
+    left, right = separable(values_out, values_in, torch.tensor([[0.1]], dtype=torch.float64))
+    turned = basis_out.T @ gradient @ basis_in * left[:, None] * right
+    expected = basis_out @ turned @ basis_in.T
+    for damping in (0.1, torch.tensor([[0.1]], dtype=torch.float64)):
+        for applied in (solution, block.prepare(solution, damping)):
+            torch.testing.assert_close(block.precondition(applied, gradient, damping), expected)
 
 
 def test_without_damping_it_is_exact() -> None:
@@ -67,8 +67,8 @@ def test_without_damping_it_is_exact() -> None:
         KFACBlock((5, 7), torch.float64, solver="eigen", **COMMON),
     )
     gradient = random(5, 7)
-    found = block.precondition(solved(block, 1e-13, None), gradient, 0.0)
-    expected = exact.precondition(solved(exact, 1e-13, None), gradient, 1e-13)
+    found = block.precondition(solved(block), gradient, 1e-13)
+    expected = exact.precondition(solved(exact), gradient, 1e-13)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -78,28 +78,85 @@ def test_it_is_nearer_to_the_exact_direction_than_damping_each_factor() -> None:
     exact = KFACBlock(shape, torch.float64, solver="eigen", **COMMON)
     cholesky = KFACBlock(shape, torch.float64, solver="cholesky", **COMMON)
     # A gradient is large where curvature is.
-    means = moments(60, 1), moments(40, 2)
-    roots = [torch.linalg.cholesky(mean) for mean in means]
+    means = {"A": moments(60, 1), "G": moments(40, 2)}
+    roots = [torch.linalg.cholesky(mean) for mean in means.values()]
     gradient = roots[1] @ random(40, 60) @ roots[0].T
-    solution = solved(exact, 0.1)
+    solution = solved(exact)
     damping = 0.1 * exact.mean_curvature(solution)
     expected = exact.precondition(solution, gradient, damping)
-    near = cosine(separated.precondition(solved(separated, 0.1), gradient, 0.0), expected)
-    far = cosine(cholesky.precondition(solved(cholesky, 0.1), gradient, 0.0), expected)
+    near = cosine(separated.precondition(solution, gradient, damping), expected)
+    factored = cholesky.refresh(Given(means, 0.1, relative="mean"))
+    assert factored is not None
+    far = cosine(cholesky.precondition(factored, gradient, 0.0), expected)
     assert near > 0.9
     assert near > far + 0.01
 
 
 def test_a_step_takes_two_products() -> None:
     block = SeparableBlock((5, 7), torch.float64, **COMMON)
-    found = solved(block, 0.1)
+    solution = solved(block)
+    prepared = block.prepare(solution, 0.1)
     with FlopCounterMode(display=False) as counter:
-        block.precondition(found, random(5, 7), 0.0)
+        block.precondition(prepared, random(5, 7), 0.1)
     exact = KFACBlock((5, 7), torch.float64, solver="eigen", **COMMON)
     assert counter.get_total_flops() == block.cost.precondition_flops
     assert 2 * block.cost.precondition_flops == exact.cost.precondition_flops
-    stored = sum(value.numel() for value in found.values())
+    stored = sum(value.numel() for value in (*solution.values(), *prepared.values()))
     assert 8 * stored == block.cost.solution_bytes
+
+
+def trained(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[kronfac.KFAC, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 2)).to(dtype)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kronfac.KFAC(model, base, momentum=0.9, **options)
+    for seed in range(2):
+        train(model, optimizer, seed)
+    return optimizer, model
+
+
+def train(model: nn.Module, optimizer: kronfac.KFAC, seed: int) -> None:
+    optimizer.zero_grad()
+    model(random(8, 6, seed=seed)).square().mean().backward()
+    optimizer.step()
+
+
+def test_inverses_are_prepared_once_until_a_refresh_or_a_change_of_damping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, model = trained(factor_every=2, refresh_every=4, early_refresh=False)
+    calls = []
+    prepare = SeparableBlock.prepare
+    monkeypatch.setattr(
+        SeparableBlock, "prepare", lambda self, *a: calls.append(1) or prepare(self, *a)
+    )
+    for seed in (2, 3):
+        train(model, optimizer, seed)
+    assert not calls
+    train(model, optimizer, 4)  # a refresh
+    assert len(calls) == 4
+    optimizer.damping = kronfac.Relative(0.5)
+    train(model, optimizer, 5)
+    assert len(calls) == 8
+
+
+def test_what_is_prepared_is_neither_saved_nor_sent() -> None:
+    optimizer, _ = trained()
+    names = {name for entry in optimizer.state_dict()["state"].values() for name in entry}
+    assert any("vectors" in name for name in names)
+    assert not any("inverse" in name for name in names)
+
+
+def test_auto_is_separable_where_orthogonal_steps_hide_the_form() -> None:
+    def label(**options: Any) -> str:
+        return trained(**options)[0].layers[0].block.label
+
+    assert label() == label(rescale="orthogonal") == "separable"
+    for options in ({"rescale": None}, {"damping": 1e-3}, {"power": 0.5}, {"solver": "eigen"}):
+        assert label(**options) == "eigen"
+    assert (
+        label(damping=kronfac.Relative(lambda step: 0.1)) == "eigen"
+    )  # it would change every step
 
 
 def test_no_curvature_passes_the_gradient() -> None:
@@ -108,7 +165,7 @@ def test_no_curvature_passes_the_gradient() -> None:
     found = block.refresh(Given(means, 0.1, relative="mean"))
     assert found is not None
     gradient = random(5, 7)
-    torch.testing.assert_close(block.precondition(found, gradient, 0.0), gradient)
+    torch.testing.assert_close(block.precondition(found, gradient, 1.0), gradient)
 
 
 def test_layers_with_one_dense_side_keep_the_exact_form() -> None:

@@ -2,7 +2,7 @@
 
 Three steps ``X ← aX + bSX + cS²X`` with ``S = XXᵀ``, each the odd quintic whose largest distance from 1
 is least on the interval in which the singular values are (Polar Express, Amsel et al. 2025). Before them
-the matrix is divided by ``‖S²‖_F^¼``, a bound of its largest singular value that costs no further product.
+the matrix is divided by ``‖S²‖_F^¼``, a bound of its largest singular value that costs no product more.
 For ``r`` equal singular values it is ``r^⅛`` too large; the Frobenius norm is ``r^½`` too large, which
 takes another step or two to make up for.
 """

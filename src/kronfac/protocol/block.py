@@ -85,6 +85,8 @@ class Block(ABC):
     narrow: bool = False
     #: The same for second moments of rows, where damping hides what rounding changes.
     narrow_rows: bool = False
+    #: Whether steps multiply by what :meth:`prepare` makes of a solution, and not by the solution.
+    prepares: bool = False
     #: Whether :meth:`compress` or :meth:`solve` draws random numbers.
     draws: bool = False
 
@@ -258,6 +260,13 @@ class Block(ABC):
         There is a solution only if no summand is ``None``.
         """
         raise NotImplementedError(f"{self.label!r} cannot divide part {part!r} into summands.")
+
+    def prepare(self, solution: Tensors, damping: float | Tensor) -> dict[str, Tensor]:
+        """What :meth:`precondition` takes in place of a solution, if the block :attr:`prepares` it.
+
+        It is made once for a solution and a damping γ, each layer by itself, and never sent or saved.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes its solutions as they are")
 
     @abstractmethod
     def precondition(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:

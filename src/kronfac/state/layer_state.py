@@ -119,6 +119,8 @@ class LayerState:
         #: The solution that a mean curvature was computed for, and that; the same for a damping.
         self._curvature: tuple[dict[str, Tensor], Tensor] | None = None
         self._damping: tuple[Tensor, float, Tensor] | None = None
+        #: The solution and the damping that something was prepared for, and that.
+        self._prepared: tuple[dict[str, Tensor], float | Tensor, dict[str, Tensor]] | None = None
         self.solved_at: int | None = None
         self.last_refresh: int | None = None
         self.has_new_statistics = False
@@ -274,7 +276,7 @@ class LayerState:
             else:
                 running.sum = total
         held = self.held
-        self._curvature = None  # it would keep the old solution
+        self._curvature = self._prepared = None  # they would keep the old solution
         self.solution = {name: after[name] for name in held if name in after} if held else None
 
     def move_solution(self, solution: dict[str, Tensor]) -> None:
@@ -282,6 +284,24 @@ class LayerState:
         if self._curvature is not None and self._curvature[0] is self.solution:
             self._curvature = (solution, self._curvature[1])
         self.solution = solution
+
+    def applied(self, damping: float | Tensor) -> dict[str, Tensor]:
+        """What a step multiplies by: the solution, or what the block prepares of it for this damping."""
+        assert self.solution is not None
+        if not self.block.prepares:
+            return self.solution
+        known = self._prepared
+        if known is None or known[0] is not self.solution or not _same(known[1], damping):
+            made = self.block.prepare(self.solution, damping)
+            known = self._prepared = (self.solution, damping, made)
+        return known[2]
+
+    def move_applied(self, tensors: dict[str, Tensor]) -> None:
+        """Hold what :meth:`applied` returned in other memory."""
+        if self._prepared is None:
+            self.move_solution(tensors)
+        else:
+            self._prepared = (*self._prepared[:2], tensors)
 
     def damping(self, value: float, relative: ShareOf | None) -> float | Tensor:
         """The damping γ of this layer, given it or its share of the curvature.
@@ -390,3 +410,10 @@ class LayerState:
 
 #: Layers that are solved at a step, and the parts of each.
 Due = Mapping[LayerState, Sequence[str]]
+
+
+def _same(one: float | Tensor, other: float | Tensor) -> bool:
+    """Whether a damping is the same number, or the same tensor."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return one == other

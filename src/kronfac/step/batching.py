@@ -52,10 +52,11 @@ class Batch:
         """Apply the solutions of some of these layers to gradients ``[k, *b, d_out, d_in]``."""
         first, block = states[0], states[0].block
         if len(states) == 1:
-            assert first.solution is not None
-            return block.precondition(first.solution, gradients[0], damping[first])[None]
+            applied = first.applied(damping[first])
+            return block.precondition(applied, gradients[0], damping[first])[None]
         here = [self.states.index(state) for state in states]
-        return block.precondition(self._solutions(here), gradients, self._dampings(states, damping))
+        solutions = self._solutions(here, damping)
+        return block.precondition(solutions, gradients, self._dampings(states, damping))
 
     @staticmethod
     def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
@@ -80,11 +81,12 @@ class Batch:
             known = self._damping = (own, torch.stack(own))
         return known[1]
 
-    def _solutions(self, here: Sequence[int]) -> dict[str, Tensor]:
+    def _solutions(self, here: Sequence[int], damping: Damping) -> dict[str, Tensor]:
         for index in here:
             state = self.states[index]
-            if state.solution is not self._known[index]:
-                self._put(index, state)
+            applied = state.applied(damping[state])
+            if applied is not self._known[index]:
+                self._put(index, state, applied)
         if len(here) == len(self.states):
             return self._stacked
         return {
@@ -92,17 +94,16 @@ class Batch:
             for name, value in self._stacked.items()
         }
 
-    def _put(self, index: int, state: LayerState) -> None:
-        """Move a new solution to its place among the others."""
-        assert state.solution is not None
-        for name, value in state.solution.items():
+    def _put(self, index: int, state: LayerState, applied: dict[str, Tensor]) -> None:
+        """Move what is multiplied by to its place among the others."""
+        for name, value in applied.items():
             if name not in self._stacked:
                 self._stacked[name] = value.new_empty(len(self.states), *value.shape)
             place = self._stacked[name][index]
             if value.data_ptr() != place.data_ptr():  # parts that were not solved again are there
                 place.copy_(value)
-        moved = {name: self._stacked[name][index] for name in state.solution}
-        state.move_solution(moved)
+        moved = {name: self._stacked[name][index] for name in applied}
+        state.move_applied(moved)
         self._known[index] = moved
 
 

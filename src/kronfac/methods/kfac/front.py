@@ -37,8 +37,8 @@ class KFAC(Preconditioned):
         sharing: ``"expand"`` treats shared positions as samples, ``"reduce"`` sums over them first.
         solver: ``"eigen"``, ``"cholesky"`` or ``"newton-schulz"`` (products only, for accelerators), or
             ``"separable"`` (the eigenbasis with two products a step instead of four, damped nearly as
-            ``"eigen"`` is); ``"auto"`` takes eigen up to a width of 2048, Cholesky beyond, and in place of
-            eigen separable where steps become orthogonal and damping is relative, as by default.
+            ``"eigen"`` is). ``"auto"`` takes eigen up to a width of 2048, Cholesky beyond, and separable
+            instead of eigen where steps become orthogonal and damping is relative, as by default.
             ``"thermodynamic"``, or a :class:`kronfac.Thermodynamic`, simulates a physical system that
             inverts by its noise.
         power: exponent p of ``(G ⊗ A + γI)⁻ᵖ``: 1 is K-FAC; 1/2, the square root as in Shampoo and Adam,
@@ -116,9 +116,13 @@ class KFAC(Preconditioned):
 
 
 def _hides_form(common: Common) -> bool:
-    """Whether orthogonal steps leave little of how the curvature was damped."""
-    relative = isinstance(common.get("damping", KFACMethod.defaults.damping), Relative)
-    return relative and common.get("rescale", "auto") in ("auto", "orthogonal")
+    """Whether orthogonal steps leave little of how the curvature was damped.
+
+    Not with a share that is scheduled: inverses would have to be prepared at every step.
+    """
+    damping = common.get("damping", KFACMethod.defaults.damping)
+    fixed = isinstance(damping, Relative) and not callable(damping.share)
+    return fixed and common.get("rescale", "auto") in ("auto", "orthogonal")
 
 
 def param_groups(
