@@ -37,7 +37,7 @@ def overview(
     """
     sizes = [_statistics(layout, state, direct) for state in states if not layout.is_local]
     if layout.spreads:
-        sizes += [_gradient(layout, state) for state in states]
+        sizes += [_gradient(layout, state) for state in states if layout.slice_of(state) is None]
     return Overview(
         line=_line(layout),
         owners={state: solved_by(layout, state) for state in states},

@@ -53,9 +53,11 @@ class Batch:
         first, block = states[0], states[0].block
         if len(states) == 1:
             assert first.solution is not None
-            return block.precondition(first.solution, gradients[0], damping[first])[None]
+            own = first.cut(first.solution)
+            return block.precondition(own, gradients[0], damping[first])[None]
         here = [self.states.index(state) for state in states]
-        return block.precondition(self._solutions(here), gradients, self._dampings(states, damping))
+        solutions = first.cut(self._solutions(here))
+        return block.precondition(solutions, gradients, self._dampings(states, damping))
 
     @staticmethod
     def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
@@ -63,7 +65,7 @@ class Batch:
         found = []
         for state in states:
             assert state.solution is not None
-            raw = state.block.raw_columns(state.solution)
+            raw = state.block.raw_columns(state.cut(state.solution))
             if raw is None:
                 return None
             found.append(raw)
@@ -159,8 +161,9 @@ def _kind(state: LayerState) -> Hashable:
     solved = _is_solved(state)
     if signature is None:
         return state, solved
-    layer = state.layer
-    return signature, type(layer), layer.weight.shape, layer.weight.device, state.rule, solved
+    layer, piece = state.layer, state.view.slice
+    kind = signature, type(layer), layer.weight.shape, layer.weight.device
+    return *kind, state.rule, solved, piece
 
 
 def _is_solved(state: LayerState) -> bool:
