@@ -51,6 +51,9 @@ def _line(layout: Layout) -> str:
     chosen = "auto, " if layout.settings.scheme == "auto" else ""
     work = "works" if workers == 1 else "work"
     who = f"{workers} of {size} ranks {work} on each layer"
+    sliced = sum(1 for one in placement.assignments.values() if one.sliced)
+    if sliced:
+        who = f"slices of {sliced} layers, others on {workers} of {size} ranks each"
     return f"{chosen}{placement.scheme}: {who}; this is rank {layout.world.rank}."
 
 

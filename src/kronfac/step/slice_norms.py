@@ -15,7 +15,8 @@ from kronfac.state.layer_state import LayerState
 from kronfac.statistics.running import count_dtype
 from kronfac.step.batching import Group
 
-Key = TypeVar("Key", bound=Hashable)
+#: A layer, or one of its matrices.
+Key = TypeVar("Key", LayerState, tuple[LayerState, str])
 
 
 def whole_squares(
@@ -23,8 +24,10 @@ def whole_squares(
 ) -> dict[Key, Tensor]:
     """Squared norms of whole matrices, by the names of their slices.
 
-    All ranks ask for the same ones, in the same order, and one small vector travels.
+    All ranks ask for the same ones, in an order that follows from the names, and one small vector
+    travels.
     """
+    slices = {key: slices[key] for key in sorted(slices, key=_order)}
     if not slices:
         return {}
     device = next(iter(slices.values()))[1].device
@@ -76,6 +79,11 @@ def take_norms(
                 for name in names
             }
     return {state: norm for (state, name), norm in norms.items() if name == "momentum"}
+
+
+def _order(key: LayerState | tuple[LayerState, str]) -> tuple[str, ...]:
+    state, *names = key if isinstance(key, tuple) else (key,)
+    return state.name, state.layer.part, *map(str, names)
 
 
 def _looked_at(group: Group, update: Update) -> list[dict[str, Tensor]]:
