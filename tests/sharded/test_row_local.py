@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import kronfac
+from kronfac.distributed import row_local
+from kronfac.distributed.row_local import FREE_ELEMENTS, budget
 from kronfac.layers.shards import local
 from tests.distributed.equivalence import case, double_precision
 from tests.distributed.models import Gated
@@ -79,7 +81,7 @@ def test_every_rule(kept: dict[str, Any], solver: str, size: int) -> None:
         {"damping": kronfac.Relative(0.1), "solver": "cholesky"},
         {"solver": "newton-schulz"},
         {"power": 0.5},
-        {"micro": 2},
+        {"micro": 2, "samples": 24},
         {"uneven": True},
         {"max_grad_norm": 0.05},
         {"sharing": "reduce"},
@@ -129,6 +131,26 @@ def test_which_layers_are_worked_on_by_slices() -> None:
     ]
     for found in run(2, which, [(options, way) for options, way, _ in expected]):
         assert found == [names for _, _, names in expected]
+
+
+def in_little_memory(rank: int, elements: int) -> set[str]:
+    row_local.FREE_ELEMENTS = elements
+    try:
+        return which(rank, [({"max_dim": 8}, Way())])[0]
+    finally:
+        row_local.FREE_ELEMENTS = FREE_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("elements", "names"),
+    [(0, {"head", "gate", "embedding"}), (200, {"head", "embedding", "gate", "up"})],
+)
+def test_solutions_of_slices_take_bounded_memory(elements: int, names: set[str]) -> None:
+    # For gradients of 44, 45 (twice) and 28 elements solutions have 31, 39 and 27. Four ranks have a
+    # quarter each of 210 parameters and as many gradients: 105 elements.
+    assert budget(210, 4) == FREE_ELEMENTS
+    for found in run(4, in_little_memory, elements):
+        assert found == names
 
 
 def sent(rank: int, options: dict[str, Any], steps: int, replicas: int) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.row_local import local_slice
+from kronfac.distributed.row_local import local_slices
 from kronfac.distributed.sharding import Sharding
 from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.layers.slices import Slice
@@ -38,7 +37,7 @@ class Layout:
         self.units: dict[LayerState, LayerUnit] = {}
         self.names: dict[LayerState, str] = {}
         #: Of layers that all ranks work on, the slices that are here.
-        self._slices: dict[LayerState, Slice | None] = {}
+        self._slices: dict[LayerState, Slice] = {}
         self._link: Link | None = None
         self._refresh_every = 1
 
@@ -47,7 +46,7 @@ class Layout:
     def attach(self, states: Sequence[LayerState], intervals: Intervals) -> None:
         """Give new layers their places; those of others do not change."""
         new = [state for state in states if state not in self.units]
-        self._slices |= self._find_slices(new, states)
+        self._slices |= self._new_slices(new, states)
         taken = set(self.names.values())
         tied: dict[Any, str] = {}
         for state in states:
@@ -66,17 +65,14 @@ class Layout:
         self._refresh_every = intervals.refresh
         self._place([self.units[state] for state in new], intervals.refresh)
 
-    def _find_slices(
+    def _new_slices(
         self, new: Sequence[LayerState], states: Sequence[LayerState]
-    ) -> dict[LayerState, Slice | None]:
+    ) -> dict[LayerState, Slice]:
         """Which part of each new layer is worked on here, if that is not up to its owner."""
         if self.sharding is None or not self.settings.slices:
             return {}
-        ranks = self.world.size // self.sharding.replicas
         rank = self.world.global_ranks[self.world.rank]
-        uses = Counter(p for state in states for p in state.layer.parameters)
-        alone = [s for s in new if all(uses[p] == 1 for p in s.layer.parameters)]
-        return {state: local_slice(state, rank, ranks) for state in alone if ranks > 1}
+        return local_slices(new, states, rank, self.world.size // self.sharding.replicas)
 
     def slice_of(self, state: LayerState) -> Slice | None:
         """The part of a layer that this rank works on, where all ranks do; else ``None``."""

@@ -1,7 +1,14 @@
-"""Which layers all ranks work on, each on the slice that it holds, so that no gradient travels."""
+"""Which layers all ranks work on, each on the slice that it holds, so that no gradient travels.
+
+All ranks then hold the solution of such a layer, where otherwise one does. Those that save most for what
+they hold come first, and all of them together hold no more than a rank's parameters and gradients take.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +20,41 @@ from kronfac.state.layer_state import LayerState
 
 #: Rules that need nothing of other slices but norms of the whole. Orthogonal steps need all of it.
 _BY_SLICES: frozenset[Rule] = frozenset(["solved", "graft", "unit"])
+#: Elements of solutions that a rank may hold of such layers in any case: a gigabyte in single precision.
+FREE_ELEMENTS = 2**28
+
+
+def local_slices(
+    new: Iterable[LayerState], states: Sequence[LayerState], rank: int, ranks: int
+) -> dict[LayerState, Slice]:
+    """The new ones of all layers that are worked on by slices, and those that a global rank holds.
+
+    Each of ``ranks`` has a part. A parameter that several layers share is not worked on by slices.
+    """
+    uses = Counter(p for state in states for p in state.layer.parameters)
+    found: dict[LayerState, Slice] = {}
+    for state in new:
+        piece = local_slice(state, rank, ranks)
+        if piece is not None and all(uses[p] == 1 for p in state.layer.parameters):
+            found[state] = piece
+    room = budget(sum(p.numel() for p in uses), ranks)
+    room -= sum(_held(state) for state in states if state.view.slice is not None)
+    chosen = set()
+    for state in sorted(found, key=lambda s: -math.prod(s.layer.matrix_shape) / _held(s)):
+        if _held(state) <= room:
+            room -= _held(state)
+            chosen.add(state)
+    return {state: piece for state, piece in found.items() if state in chosen}
+
+
+def budget(parameters: int, ranks: int) -> int:
+    """Elements of solutions that a rank may hold of layers that are worked on by slices."""
+    return max(2 * parameters // ranks, FREE_ELEMENTS)
+
+
+def _held(state: LayerState) -> int:
+    """Elements of a layer's solution."""
+    return sum(math.prod(n or 0 for n in shape) for shape in state.block.solution_shapes.values())
 
 
 def local_slice(state: LayerState, rank: int, ranks: int) -> Slice | None:
