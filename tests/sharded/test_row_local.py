@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import kronfac
 from kronfac.distributed import row_local
 from kronfac.distributed.row_local import FREE_ELEMENTS, budget
 from kronfac.layers.shards import local
-from tests.distributed.equivalence import case, double_precision
+from tests.distributed.equivalence import alone, assert_near, case, double_precision
 from tests.distributed.models import Gated
 from tests.distributed.ranks import run
 from tests.sharded.harness import Way, build, check, ignore_advice, shard, train, whole_parameters
@@ -96,11 +97,29 @@ def test_every_rule(kept: dict[str, Any], solver: str, size: int) -> None:
 )
 def test_every_option(options: dict[str, Any]) -> None:
     wide = {**WIDE, **options}
-    alone = {name: value for name, value in wide.items() if name != "distribute"}
-    if "distribute" not in options:
-        check(3, (case("gated", **alone), Way("leaves")), (case("gated", **alone), Way()))
-        check(4, (case("gated", **alone), Way("model", replicas=2)))
-    check(2, (case("gated", **wide), Way()), (case("gated", **alone), Way(dim=1)))
+    one = case("gated", **wide)
+    check(2, (one, Way()), (one, Way(dim=1)))
+    check(3, (one, Way("leaves")), (one, Way()))
+    check(4, (one, Way("model", replicas=2)))
+
+
+REPLACED = case("gated", **WIDE, momentum=0.9)
+
+
+def assigned(rank: int) -> Any:
+    ignore_advice()
+    with double_precision():
+        model, optimizer = build(REPLACED, Way())
+        train(rank, model, optimizer, replace(REPLACED, steps=2))
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        train(rank, model, optimizer, REPLACED, first=2)
+        return whole_parameters(model)
+
+
+def test_parameters_that_are_replaced() -> None:
+    check(2, (REPLACED, Way(order="before")))
+    for found in run(2, assigned):
+        assert_near(found, alone(REPLACED).parameters, "assign=True")
 
 
 # --- which layers, and what travels -------------------------------------------------------------
