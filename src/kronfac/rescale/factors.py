@@ -191,12 +191,12 @@ def bounded_factor(total: Tensor, bound: float) -> Tensor:
 
 def _step_size(update: Update) -> Tensor:
     products = update.known(update.before) * update.after
-    if update.slice is not None:
-        products = products * update.slice.weight
+    # A slice that several ranks hold is added up as often.
+    counts = 1.0 if update.slice is None else update.slice.weight
     if len(update.rates) == 1:
-        return products.sum() * update.rates[0] ** 2
+        return products.sum() * update.rates[0] ** 2 * counts
     weight, bias = update.rates
-    return products[..., :-1].sum() * weight**2 + products[..., -1].sum() * bias**2
+    return (products[..., :-1].sum() * weight**2 + products[..., -1].sum() * bias**2) * counts
 
 
 def _ratio(target: Tensor, norm: Tensor) -> Tensor:
