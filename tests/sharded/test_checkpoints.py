@@ -46,8 +46,8 @@ class Training:
         self.one = one
         self.plain: Any = KINDS[one.model].model()
         self.model = self.plain
-        if kind == "FSDP2":
-            shard(self.plain, Way())
+        if kind in ("FSDP2", "HSDP"):
+            shard(self.plain, Way(replicas=2 if kind == "HSDP" else 1))
         elif kind == "DDP":
             self.model = DistributedDataParallel(self.plain)
         base = BASES[one.base](self.plain)
@@ -176,6 +176,8 @@ def test_slices_that_are_exchanged_from_then_on(tmp_path: Path, how: str) -> Non
         ((2, "DDP"), (3, "FSDP2")),
         ((2, "FSDP2"), (1, "one process")),
         ((1, "one process"), (2, "FSDP2")),
+        ((4, "HSDP"), (3, "FSDP2")),
+        ((2, "FSDP2"), (4, "HSDP")),
     ],
     ids=str,
 )
