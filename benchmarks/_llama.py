@@ -50,6 +50,24 @@ class Shape:
             total += sum(sides) * count
         return total
 
+    def row_local(self, max_dim: int, orthogonal: bool, room: int) -> tuple[int, int]:
+        """Elements of weights whose rows do not mix, and of the solutions that all ranks hold of them.
+
+        Orthogonal steps mix the rows of all matrices, and leave the embedding's tokens. All solutions
+        together have `room`, and those that save most for what they hold come first.
+        """
+        found = []
+        for name, rows, columns, count in self.matrices():
+            if name == "embedding" or (rows > max_dim and not orthogonal):
+                held = rows + (columns**2 if columns <= max_dim else columns)
+                found.append((rows * columns / held, rows * columns, held, count))
+        weights = solutions = 0
+        for _, size, held, count in sorted(found, reverse=True):
+            chosen = min(count, (room - solutions) // held)
+            weights += chosen * size
+            solutions += chosen * held
+        return weights, solutions
+
 
 PUBLISHED = {
     "Llama-3-8B": Shape(4096, 32, 1024, 14336, 128256),

@@ -10,11 +10,15 @@ slowest rank.
 
 - AdamW: FSDP2 and nothing else.
 - K-FAC: over SGD, `factor_every=10, refresh_every=100`; parts of gradients visit the owners of layers.
+  The embedding's stay where they are, since its tokens do not mix.
+- K-FAC, slices: the same with grafted steps and `max_dim` as wide as the stream: gate, up and head keep
+  the diagonals of their outputs, and their gradients stay where they are too.
 - full_tensor(): AdamW, and every rank gathers every gradient, as torch's DTensor offers it. It is what
   preconditioning each gradient on all ranks would send; its products are not counted.
 
 Bytes are per rank and step. FSDP2's are `3N(P-1)/P` elements (weights twice, gradients once); K-FAC's are
-counted by itself. The plan computes the same for published models by the same formulas.
+counted by itself. The plan computes the same for published models by the same formulas: for orthogonal
+steps, where only the embedding is worked on by slices, and for others, where all wide layers are.
 """
 
 import argparse
@@ -38,14 +42,17 @@ from _llama import PUBLISHED, Llama, Shape
 from torch.distributed.fsdp import fully_shard
 
 import kronfac
+from kronfac.distributed.row_local import budget
 
 SHAPE = Shape(width=384, layers=6, key_width=192, hidden=1024, words=4096)
 TINY = Shape(width=64, layers=2, key_width=32, hidden=128, words=128)
 BATCH, LENGTH, BLOCK = 2, 64, 10  # samples per rank, tokens, steps
-ADAMW, KFAC, GATHERED = "AdamW", "K-FAC", "full_tensor()"
+ADAMW, KFAC, SLICED, GATHERED = "AdamW", "K-FAC", "K-FAC, slices", "full_tensor()"
 JOB = "KRONFAC_SHARDED_JOB"
 #: Sides wider than this keep their diagonal, in the plan as in `kronfac.KFAC`.
 MAX_DIM = 8192
+#: Steps from one statistic, and from one solution, to the next.
+FACTOR_EVERY, REFRESH_EVERY = 10, 100
 WORLDS = (8, 64, 512)
 GIGA = 1e9
 
@@ -75,9 +82,12 @@ class Variant:
             fully_shard(block)
         fully_shard(self.model)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        if name == KFAC:
+        if name in (KFAC, SLICED):
             base = torch.optim.SGD(self.model.parameters(), lr=0.02)
-            options = {"factor_every": BLOCK, "refresh_every": 100, "early_refresh": False}
+            options: dict[str, Any] = {"factor_every": BLOCK, "refresh_every": REFRESH_EVERY}
+            options["early_refresh"] = False
+            if name == SLICED:
+                options |= {"rescale": "graft", "max_dim": shape.width}
             self.optimizer = kronfac.KFAC(
                 self.model, base, momentum=0.9, nesterov=True, loss_average="token", **options
             )
@@ -101,7 +111,7 @@ class Variant:
 
     def traffic(self) -> dict[str, int]:
         """Bytes that K-FAC has sent so far, by phase."""
-        if self.name != KFAC:
+        if self.name not in (KFAC, SLICED):
             return {"spread": 0, "reduce": 0}
         return {name: self.optimizer.stats()["sent"][name] for name in ("spread", "reduce")}
 
@@ -111,7 +121,7 @@ def rank_main(job: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     shape = Shape(**job["shape"])
-    variants = [Variant(name, shape) for name in (ADAMW, KFAC, GATHERED)]
+    variants = [Variant(name, shape) for name in (ADAMW, KFAC, SLICED, GATHERED)]
     for variant in variants:
         variant.block()  # first statistics and solutions, buffers, plans
     before = {variant.name: variant.traffic() for variant in variants}
@@ -174,34 +184,49 @@ def show(rate: str, ranks: int, found: Mapping[str, Any]) -> None:
     print(table(heads, rows))
 
 
+def planned(shape: Shape, ranks: int, orthogonal: bool) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by what they are, and keeps."""
+    elements, kept = shape.parameters, shape.statistics(MAX_DIM)
+    local, solutions = shape.row_local(MAX_DIM, orthogonal, budget(elements, ranks))
+    share = (ranks - 1) / ranks
+    return {
+        "fsdp": (2 * 2 + 4) * elements * share,
+        "gradients": 4 * exchange(elements - local, ranks),
+        "statistics": 4 * kept / 2 * share / FACTOR_EVERY,
+        "solutions": 4 * solutions / REFRESH_EVERY,
+        "kept": 4 * ((2 * kept + elements) / ranks + solutions * share),
+    }
+
+
+def plan_row(name: str, ranks: int, orthogonal: bool) -> tuple[object, ...]:
+    found = planned(PUBLISHED[name], ranks, orthogonal)
+    sent = [found[one] for one in ("gradients", "statistics", "solutions")]
+    return (
+        name,
+        ranks,
+        f"{found['fsdp'] / GIGA:.1f}",
+        *(f"{one / GIGA:.2f}" for one in sent),
+        f"{sum(sent) / found['fsdp']:.1%}",
+        f"{found['kept'] / GIGA:.1f}",
+    )
+
+
 def plan() -> None:
     """What K-FAC would send and keep; weights travel in bfloat16 and everything else in float32."""
-    rows = []
+    print("\nComputed: GB per rank and step; GB kept per rank (statistics, solutions, momentum).")
+    print(f"Statistics every {FACTOR_EVERY} steps, solutions every {REFRESH_EVERY}.")
+    heads = ("", "GPUs", "FSDP2", "gradients", "statistics", "solutions", "in all", "kept")
+    for orthogonal in (True, False):
+        layers = (
+            "the embedding" if orthogonal else "embedding, head, and gate and up as there is room"
+        )
+        print(f"\n{'Orthogonal' if orthogonal else 'Other'} steps; by slices: {layers}")
+        print(table(heads, [plan_row(name, n, orthogonal) for name in PUBLISHED for n in WORLDS]))
+    print()
     for name, shape in PUBLISHED.items():
-        elements, kept = shape.parameters, shape.statistics(MAX_DIM)
-        for ranks in WORLDS:
-            share = (ranks - 1) / ranks
-            fsdp = (2 * 2 + 4) * elements * share
-            gradients = 4 * exchange(elements, ranks)
-            summed = 4 * kept / 2 * share / 10
-            memory = 4 * (2 * kept + elements) / ranks
-            rows.append(
-                (
-                    name,
-                    ranks,
-                    f"{fsdp / GIGA:.1f}",
-                    f"{gradients / GIGA:.2f}",
-                    f"{gradients / fsdp:.1%}",
-                    f"{summed / GIGA:.2f}",
-                    f"{(gradients + summed) / fsdp:.1%}",
-                    f"{memory / GIGA:.1f}",
-                    f"{4 * kept / GIGA:.0f}",
-                )
-            )
-    print("\nComputed: GB per rank and step, statistics every 10 steps; GB kept per rank")
-    print("(statistics, solutions, momentum), and GB of statistics at a factor step.")
-    heads = ("", "GPUs", "FSDP2", "gradients", "", "statistics", "in all", "kept", "factor step")
-    print(table(heads, rows))
+        print(
+            f"{name}: {4 * shape.statistics(MAX_DIM) / GIGA:.0f} GB of statistics at a factor step."
+        )
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ RULES: list[Row] = [
     *each("deferred", lambda v: kronfac.Distribute(deferred=v), [0, None], "^deferred="),
     *each("balanced", lambda v: kronfac.Distribute(balanced=v), [0, None], "^balanced="),
     *each("split", lambda v: kronfac.Distribute(split=v), [0, None], "^split="),
+    *each("slices", lambda v: kronfac.Distribute(slices=v), [0, None], "^slices="),
 ]
 
 # --- functions --------------------------------------------------------------------------------

@@ -114,6 +114,25 @@ class Across(nn.Module):
         return out
 
 
+class Gated(nn.Module):
+    """A gated layer and a head that are wider than the stream between them, without attention."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH, hidden: int = 9) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.head = nn.Linear(width, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = self.norm(x)
+        x = x + self.down(torch.tanh(self.gate(y)) * self.up(y))
+        scores: Tensor = self.head(x)
+        return scores
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a model is made and what it reads."""
@@ -144,6 +163,7 @@ KINDS = {
     "shared": Kind(Shared, (4, 4, 4)),
     "across": Kind(Across, (3, 5)),
     "positions": Kind(Positions, (TOKENS,), WORDS),
+    "gated": Kind(Gated, (TOKENS,), WORDS),
 }
 
 

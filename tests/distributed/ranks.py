@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -126,6 +127,11 @@ def _leave() -> None:
     """End the process group, unless the function has done so."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # It keeps meshes, and takes them for later ones of the same shape, whose groups are others.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _send(connection: Connection, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,37 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
-from tests.distributed.equivalence import alone, assert_near, case, double_precision
+from tests.distributed.equivalence import Case, alone, assert_near, case, double_precision
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
 from tests.sharded.harness import Way, ignore_advice, shard, train, whole_parameters
 
 #: Refreshes at 0, 3 and 6; saved in the middle of an interval, when statistics are pending.
 SAVED = 5
-ONE = case("transformer", base="adamw", momentum=0.5, refresh_every=3, steps=8)
+TRAINED: dict[str, Any] = {"momentum": 0.5, "refresh_every": 3, "steps": 8}
+ONE = case("transformer", base="adamw", **TRAINED)
+#: Most layers of it are worked on by slices, and their momentum is saved as shards.
+SLICED = case("gated", base="adamw", max_dim=8, **TRAINED)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Training:
     """A run that can be saved and resumed; ``kind`` says who holds the parameters."""
 
-    def __init__(self, kind: str) -> None:
-        self.plain: Any = KINDS[ONE.model].model()
+    def __init__(self, kind: str, one: Case = ONE, **options: Any) -> None:
+        self.one = one
+        self.plain: Any = KINDS[one.model].model()
         self.model = self.plain
-        if kind == "FSDP2":
-            shard(self.plain, Way())
+        if kind in ("FSDP2", "HSDP"):
+            shard(self.plain, Way(replicas=2 if kind == "HSDP" else 1))
         elif kind == "DDP":
             self.model = DistributedDataParallel(self.plain)
-        base = BASES[ONE.base](self.plain)
-        self.optimizer = kronfac.KFAC(self.model, base, **dict(ONE.options))
+        base = BASES[one.base](self.plain)
+        self.optimizer = kronfac.KFAC(self.model, base, **dict(one.options), **options)
 
     def train(self, first: int, last: int) -> None:
-        steps = case("transformer", base="adamw", momentum=0.5, refresh_every=3, steps=last)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        train(rank, self.model, self.optimizer, steps, first)
+        train(rank, self.model, self.optimizer, replace(self.one, steps=last), first)
 
     # --- formats --------------------------------------------------------------------------------
 
@@ -109,30 +113,38 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def save(rank: int, kind: str, how: str, path: Path) -> Any:
+def save(rank: int, kind: str, how: str, path: Path, one: Case) -> Any:
     """Save in the middle and go on; parameters at the end."""
     with quiet():
-        run_ = Training(kind)
+        run_ = Training(kind, one)
         run_.train(0, SAVED)
         run_.save(how, path)
-        run_.train(SAVED, ONE.steps)
+        run_.train(SAVED, one.steps)
         return whole_parameters(run_.plain)
 
 
-def resume(rank: int, kind: str, how: str, path: Path) -> Any:
+def resume(rank: int, kind: str, how: str, path: Path, one: Case, slices: bool = True) -> Any:
     with quiet():
-        run_ = Training(kind)
+        options = {} if slices else {"distribute": kronfac.Distribute(slices=False)}
+        run_ = Training(kind, one, **options)
         run_.load(how, path)
-        run_.train(SAVED, ONE.steps)
+        run_.train(SAVED, one.steps)
         return whole_parameters(run_.plain)
 
 
-def check(tmp_path: Path, how: str, first: tuple[int, str], second: tuple[int, str]) -> None:
+def check(
+    tmp_path: Path,
+    how: str,
+    first: tuple[int, str],
+    second: tuple[int, str],
+    one: Case = ONE,
+    slices: bool = True,
+) -> None:
     """Whoever saves and whoever resumes ends where one process ends."""
-    expected = alone(ONE).parameters
-    for found in run(first[0], save, first[1], how, tmp_path / "saved"):
+    expected = alone(one).parameters
+    for found in run(first[0], save, first[1], how, tmp_path / "saved", one):
         assert_near(found, expected, "saved and went on")
-    for found in run(second[0], resume, second[1], how, tmp_path / "saved"):
+    for found in run(second[0], resume, second[1], how, tmp_path / "saved", one, slices):
         assert_near(found, expected, "resumed")
 
 
@@ -141,7 +153,18 @@ def test_two_ranks_to_two(tmp_path: Path, how: str) -> None:
     check(tmp_path, how, (2, "FSDP2"), (2, "FSDP2"))
 
 
+def test_slices_on_another_number_of_ranks(tmp_path: Path) -> None:
+    check(tmp_path, "dcp", (2, "FSDP2"), (3, "FSDP2"), SLICED)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["file", "dcp"])
+def test_slices_that_are_exchanged_from_then_on(tmp_path: Path, how: str) -> None:
+    check(tmp_path, how, (3, "FSDP2"), (3, "FSDP2"), SLICED, slices=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [ONE, SLICED], ids=["transformer", "slices"])
 @pytest.mark.parametrize("how", ["file", "dcp", "flat", "async"])
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -153,27 +176,30 @@ def test_two_ranks_to_two(tmp_path: Path, how: str) -> None:
         ((2, "DDP"), (3, "FSDP2")),
         ((2, "FSDP2"), (1, "one process")),
         ((1, "one process"), (2, "FSDP2")),
+        ((4, "HSDP"), (3, "FSDP2")),
+        ((2, "FSDP2"), (4, "HSDP")),
     ],
     ids=str,
 )
-def test_other_ranks(tmp_path: Path, how: str, first: Any, second: Any) -> None:
-    check(tmp_path, how, first, second)
+def test_other_ranks(tmp_path: Path, how: str, first: Any, second: Any, one: Case) -> None:
+    check(tmp_path, how, first, second, one)
 
 
-def whole_state(rank: int) -> Any:
+def whole_state(rank: int, one: Case) -> Any:
     with quiet():
-        run_ = Training("FSDP2")
+        run_ = Training("FSDP2", one)
         run_.train(0, 3)
         full = run_.optimizer.full_state_dict()
         return None if full is None else full["state"]
 
 
-def test_trap_9_the_gathered_state_is_complete() -> None:
-    first, second = run(2, whole_state)
+@pytest.mark.parametrize("one", [ONE, SLICED], ids=["transformer", "slices"])
+def test_trap_9_the_gathered_state_is_complete(one: Case) -> None:
+    first, second = run(2, whole_state, one)
     assert second is None
     solutions = [key for entry in first.values() for key in entry if ".solution." in key]
     with quiet():
-        expected = Training("one process")
+        expected = Training("one process", one)
         expected.train(0, 3)
         state = expected.optimizer.state_dict()["state"]
     assert sorted(solutions) == sorted(
@@ -184,3 +210,5 @@ def test_trap_9_the_gathered_state_is_complete() -> None:
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and "schedule" not in key:
                 assert first[index][key].shape == value.shape, key
+            if key in ("kronfac.momentum", "kronfac.coherence", "kronfac.history"):
+                torch.testing.assert_close(first[index][key], value, rtol=1e-9, atol=1e-11)

@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy, and Accelerate, which shards after construction."""
+"""Lightning's ModelParallelStrategy; Accelerate and Trainer, which shard after construction."""
 
 import os
 import re
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("trainers.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["lightning", "accelerate"])
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate", "trainer"])
 def test_a_trainer_ends_where_a_plain_loop_ends(trainer: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(SCRIPT), trainer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -149,10 +150,74 @@ def with_accelerate(expected: dict[str, Tensor]) -> float:
     return difference(model, expected)
 
 
+class Classifier(nn.Module):
+    """A model as Trainer wants it: it computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.net(x), labels)}
+
+
+def with_trainer(expected: dict[str, Tensor]) -> float:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainingArguments
+
+    from kronfac.huggingface import optimizer_cls_and_kwargs
+
+    class Sharding(Trainer):
+        """Shards on a CPU, and takes the samples in their order."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            # Accelerate offers FSDP2 on accelerators only; what it does to a model is the same.
+            state = self.accelerator.state
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state.distributed_type = DistributedType.FSDP
+            self.is_fsdp_enabled = True
+
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = Classifier()
+    arguments = TrainingArguments(
+        output_dir="unused",
+        max_steps=STEPS,
+        per_device_train_batch_size=SAMPLES // int(os.environ["WORLD_SIZE"]),
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Block"]},
+    )
+    base: dict[str, Any] = {"lr": 0.05, "base_options": {"momentum": 0.9}}
+    trainer = Sharding(
+        model,
+        arguments,
+        train_dataset=[
+            {"x": x, "labels": y} for xs, ys in data() for x, y in zip(xs, ys, strict=True)
+        ],
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(
+            model, torch.optim.SGD, loss_average="batch", **base, **OPTIONS
+        ),
+    )
+    trainer.train()
+    return difference(trainer.model, expected)
+
+
+WITH = {"lightning": with_lightning, "accelerate": with_accelerate, "trainer": with_trainer}
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     wanted = alone()
-    found = {"lightning": with_lightning, "accelerate": with_accelerate}[sys.argv[1]](wanted)
+    found = WITH[sys.argv[1]](wanted)
     print(f"difference {found:.3g};", flush=True)
     dist.barrier()
     dist.destroy_process_group()

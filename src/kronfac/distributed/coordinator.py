@@ -223,6 +223,10 @@ class Coordinator(ABC):
         """Add a number over layers, of which each rank knows those that it works on."""
 
     @abstractmethod
+    def add_up_slices(self, values: Tensor) -> Tensor:
+        """Add a few numbers over the slices of layers, of which each rank knows its own."""
+
+    @abstractmethod
     def add_up_parameters(self, total: Tensor) -> Tensor:
         """Add a number over parameters, of which each rank knows those that it steps."""
 

@@ -137,10 +137,13 @@ class Distributed(Coordinator):
     def input_bound(self, state: LayerState) -> Hashable:
         """The first rank that works on a layer, where layers stay with their ranks.
 
-        Where ranks observe only their own layers, no layer shares its input.
+        Where ranks observe only their own layers, no layer shares its input. Layers that all ranks work
+        on, slice by slice, have that in common.
         """
         if self.layout.is_local:
             return state
+        if self.layout.slice_of(state) is not None:
+            return "slices"  # all ranks work on it, whoever solves
         return self.layout.owner(state) if self.layout.keeps_owners else None
 
     def share_inputs(self, states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
@@ -295,11 +298,13 @@ class Distributed(Coordinator):
         if self.layout.row.size == 1:
             return total
         device = next(model.parameters()).device
-        flat = total.to(device, count_dtype(device)).reshape(1)
-        if not self.layout.is_first_row:
-            flat = torch.zeros_like(flat)
+        return self.add_up_slices(total.to(device, count_dtype(device)).reshape(1))[0]
+
+    def add_up_slices(self, values: Tensor) -> Tensor:
+        """Add a few numbers over the slices of layers; other rows than the first know the same."""
+        flat = values.clone() if self.layout.is_first_row else torch.zeros_like(values)
         self.world.all.all_reduce("rescale", flat).wait()
-        return flat[0]
+        return flat
 
     def add_up_parameters(self, total: Tensor) -> Tensor:
         """Add a number over parameters, of which each rank knows those, or the parts, that it steps."""

@@ -10,10 +10,12 @@ from typing import Any
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
+from kronfac.distributed.row_local import local_slices
 from kronfac.distributed.sharding import Sharding
 from kronfac.distributed.workload import Intervals, unit_of
+from kronfac.layers.slices import Slice
 from kronfac.placement.costs import Compute, LayerUnit, Link
-from kronfac.placement.place import Assignment, Placement, Task, place
+from kronfac.placement.place import Placement, Task, place
 from kronfac.placement.scheme import SCHEMES, Distribute, Hybrid, Sharded
 from kronfac.planner.choose import choose
 from kronfac.protocol.block import Statistic
@@ -34,6 +36,8 @@ class Layout:
         #: The layers' work in numbers, and their names, which are unique in the model.
         self.units: dict[LayerState, LayerUnit] = {}
         self.names: dict[LayerState, str] = {}
+        #: Of layers that all ranks work on, the slices that are here.
+        self._slices: dict[LayerState, Slice] = {}
         self._link: Link | None = None
         self._refresh_every = 1
 
@@ -42,6 +46,7 @@ class Layout:
     def attach(self, states: Sequence[LayerState], intervals: Intervals) -> None:
         """Give new layers their places; those of others do not change."""
         new = [state for state in states if state not in self.units]
+        self._slices |= self._new_slices(new, states)
         taken = set(self.names.values())
         tied: dict[Any, str] = {}
         for state in states:
@@ -54,9 +59,24 @@ class Layout:
             own = state.layer.parameters
             first = next((tied[p] for p in own if p in tied), name)
             tied |= dict.fromkeys(own, first)
-            self.units[state] = unit_of(name, state, self.settings.triangles, first, intervals)
+            sliced = self.slice_of(state) is not None
+            triangles = self.settings.triangles
+            self.units[state] = unit_of(name, state, triangles, first, intervals, sliced)
         self._refresh_every = intervals.refresh
         self._place([self.units[state] for state in new], intervals.refresh)
+
+    def _new_slices(
+        self, new: Sequence[LayerState], states: Sequence[LayerState]
+    ) -> dict[LayerState, Slice]:
+        """Which part of each new layer is worked on here, if that is not up to its owner."""
+        if self.sharding is None or not self.settings.slices:
+            return {}
+        rank = self.world.global_ranks[self.world.rank]
+        return local_slices(new, states, rank, self.world.size // self.sharding.replicas)
+
+    def slice_of(self, state: LayerState) -> Slice | None:
+        """The part of a layer that this rank works on, where all ranks do; else ``None``."""
+        return self._slices.get(state)
 
     def share_inputs(self, new: Sequence[LayerState]) -> None:
         """Place layers again of which some share their inputs; nothing is held of them yet."""
@@ -89,7 +109,7 @@ class Layout:
             if (parts := self._shared_parts(state)) and state.group is not None:
                 first = assignments[self.names[state.group.leader]]
                 tasks = {**assignments[name].tasks, **{part: first.tasks[part] for part in parts}}
-                assignments[name] = Assignment(assignments[name].column, tasks)
+                assignments[name] = replace(assignments[name], tasks=tasks)
         return Placement(placement.scheme, placement.grid, assignments)
 
     def _place(self, units: Sequence[LayerUnit], refresh_every: int) -> None:
@@ -161,10 +181,12 @@ class Layout:
         """How many ranks hold the same sum: gradients and weights are seen where they are worked on."""
         return self.placed.grid.workers if statistic.is_replicated else 1
 
-    def is_seen_through(self, state: LayerState, part: str) -> bool:
-        """Whether ranks that do not work on a layer need a part of its solution to observe it."""
+    def goes_to_all(self, state: LayerState, part: str) -> bool:
+        """Whether all ranks need a part of a layer's solution: to work on it, or to observe it."""
         if self.placed.grid.columns == 1 or self.is_local:
             return False
+        if self.slice_of(state) is not None:
+            return True
         return not state.block.seen_through.isdisjoint(state.block.parts[part].solution)
 
     def measured_link(self) -> Link:
@@ -230,8 +252,8 @@ class Layout:
         return self.placed.is_worker(self.names[state], self.world.rank)
 
     def owner(self, state: LayerState) -> int:
-        """The first of the ranks that hold the layer's solution."""
-        return self.placed.workers(self.names[state])[0]
+        """The first of the ranks that a layer is assigned to."""
+        return self.placed.grid.column(self.placed.assignments[self.names[state]].column)[0]
 
     def task(self, state: LayerState, part: str) -> Task:
         """Where a part of a layer is solved."""
@@ -269,6 +291,8 @@ class Layout:
             return False
         for state, name in self.names.items():
             parts, tasks = state.block.shared_parts, placement.assignments[name].tasks
+            if placement.assignments[name].sliced != self.units[state].sliced:
+                return False
             if set(tasks) != set(parts) or any(
                 task.split and parts[part].shared_flops is None for part, task in tasks.items()
             ):

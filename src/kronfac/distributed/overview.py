@@ -37,7 +37,7 @@ def overview(
     """
     sizes = [_statistics(layout, state, direct) for state in states if not layout.is_local]
     if layout.spreads:
-        sizes += [_gradient(layout, state) for state in states]
+        sizes += [_gradient(layout, state) for state in states if layout.slice_of(state) is None]
     return Overview(
         line=_line(layout),
         owners={state: solved_by(layout, state) for state in states},
@@ -51,6 +51,9 @@ def _line(layout: Layout) -> str:
     chosen = "auto, " if layout.settings.scheme == "auto" else ""
     work = "works" if workers == 1 else "work"
     who = f"{workers} of {size} ranks {work} on each layer"
+    sliced = sum(1 for one in placement.assignments.values() if one.sliced)
+    if sliced:
+        who = f"slices of {sliced} layers, others on {workers} of {size} ranks each"
     return f"{chosen}{placement.scheme}: {who}; this is rank {layout.world.rank}."
 
 

@@ -76,11 +76,11 @@ class Solving:
         taken = {(state, part) for (_, part), own in self._takers.items() for state in own}
         due = [(state, part) for state, part in stage if part in self.due[state]]
         chosen = [work for work in due if work not in taken]
-        divided, owned, seen_through, everywhere = [], [], [], []
+        divided, owned, to_all, everywhere = [], [], [], []
         for state, part in chosen:
             task = layout.task(state, part)
-            if layout.is_seen_through(state, part) and task.rank is not None:
-                seen_through.append((state, part, task.rank))
+            if layout.goes_to_all(state, part) and task.rank is not None:
+                to_all.append((state, part, task.rank))
             elif not layout.works_on(state):
                 continue
             elif task.split:
@@ -102,10 +102,10 @@ class Solving:
                     bucket.flat.put(item.key, None if summand is None else summand[_name(item.key)])
                     bucket.launch()
                     self._messages.append(bucket)
-        mine = [*seen_through, *owned]
+        mine = [*to_all, *owned]
         found = self._solve_all([(s, part) for s, part, rank in mine if rank == layout.world.rank])
         with phases("share"):
-            self._send(seen_through, found, wire, layout.world.all)
+            self._send(to_all, found, wire, layout.world.all)
             self._send(owned, found, wire, layout.column)
 
     def _send(

@@ -3,7 +3,8 @@
 A layer is worked on by one rank of each row, its *owner*. Before a step all ranks of the row send it
 their parts of the layer's gradients (*collect*), and after it they are sent what has become of them
 (*spread*): one uneven all-to-all each. What leaves a rank is its own parts of others' layers, and the
-others' parts of its own layers: ``2·N/P·(P-1)/P`` elements for N parameters on P ranks.
+others' parts of its own layers: ``2·N/P·(P-1)/P`` elements for N parameters on P ranks. Layers whose
+slices are worked on where they are (:mod:`kronfac.distributed.row_local`) have no part in it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from kronfac.distributed.layout import Layout
 from kronfac.layers.parameter_view import ShardedView
 from kronfac.layers.shards import Box, box_of, local
+from kronfac.layers.slices import SlicedView
 from kronfac.placement.place import Placement
 from kronfac.state.layer_state import LayerState
 
@@ -79,13 +81,17 @@ class ShardExchange:
     def attach(self, states: Iterable[LayerState]) -> None:
         """Let layers find their gradients here."""
         for state in states:
-            state.view = ShardedView(state.layer, self.gradients, self.values)
+            piece = self.layout.slice_of(state)
+            if piece is None:
+                state.view = ShardedView(state.layer, self.gradients, self.values)
+            else:
+                state.view = SlicedView(state.layer, piece)
 
     def collect(self, states: Sequence[LayerState]) -> None:
         """Make gradients whole where their layers are worked on, and parameters that methods look at."""
         self.gradients.clear()
         self.values.clear()
-        used = [state for state in states if state.has_gradient]
+        used = _exchanged(states)
         for route in self._chosen(used, lambda p: p.grad is not None):
             self.gradients |= self._gather(route, _grad)
         looks = [state for state in used if _looks_at_weights(state)]
@@ -94,8 +100,7 @@ class ShardExchange:
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the parts of whole gradients to those who hold them, and forget the whole."""
-        used = [state for state in states if state.has_gradient]
-        for route in self._chosen(used, lambda p: p.grad is not None):
+        for route in self._chosen(_exchanged(states), lambda p: p.grad is not None):
             self._scatter(route)
         self.gradients.clear()
         self.values.clear()
@@ -182,6 +187,11 @@ class ShardExchange:
         self.layout.row.exchange("spread", flat, splits, found, totals).wait()
         pieces = found.to(like.dtype).split(totals)
         return [tuple(piece.split(list(own))) for piece, own in zip(pieces, sizes, strict=True)]
+
+
+def _exchanged(states: Iterable[LayerState]) -> list[LayerState]:
+    """Layers with a gradient that is made whole; slices that are worked on alone stay where they are."""
+    return [state for state in states if state.has_gradient and state.view.slice is None]
 
 
 def _looks_at_weights(state: LayerState) -> bool:

@@ -25,9 +25,14 @@ class Intervals:
 
 
 def unit_of(
-    name: str, state: LayerState, triangles: bool, tied_to: str, intervals: Intervals
+    name: str,
+    state: LayerState,
+    triangles: bool,
+    tied_to: str,
+    intervals: Intervals,
+    sliced: bool = False,
 ) -> LayerUnit:
-    """A layer's work in numbers."""
+    """A layer's work in numbers; ``sliced`` if all ranks work on it, each on a slice."""
     block, itemsize = state.block, state.layer.factor_dtype.itemsize
     times = dict.fromkeys(block.statistics, 1.0)
     for described in block.shared_parts.values():
@@ -49,9 +54,10 @@ def unit_of(
             shape = tuple(n or 0 for n in block.solution_shapes[key])
             elements += packed_elements(shape, key in block.symmetric_solutions and triangles)
         keys = tuple(f"{name}/{key}" for key in described.statistics)
-        # What others observe through goes to all of them as a whole.
+        # What others observe through, or work with, goes to all of them as a whole.
         by_each = bool(described.after) or described.by_each
-        divisible = not by_each and block.seen_through.isdisjoint(described.solution)
+        to_all = sliced or not block.seen_through.isdisjoint(described.solution)
+        divisible = not by_each and not to_all
         parts.append(
             PartUnit(
                 part,
@@ -73,4 +79,5 @@ def unit_of(
         packed_elements(shape, False),
         itemsize,
         tied_to,
+        sliced=sliced,
     )

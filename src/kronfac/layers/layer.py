@@ -168,6 +168,13 @@ class Layer(ABC):
         """The gradient matrix ``V`` of whole parameters, to compare rows with: ``V = Σ g aᵀ``."""
         return ParameterView(self).gradient()
 
+    def matrix_dim(self, dim: int) -> int | None:
+        """The dimension of the matrix, ``-2`` or ``-1``, in which a dimension of the weight lies.
+
+        A chunk of the weight is then that chunk of the matrix. ``None`` if it is not.
+        """
+        return None
+
     def _own_bias(self, bias: Tensor) -> Tensor:
         """The part of a bias-shaped tensor that belongs to this layer, as a view."""
         return bias

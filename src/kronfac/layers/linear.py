@@ -36,6 +36,10 @@ class LinearLayer(Layer):
         samples = x.shape[0] if x.dim() > 1 else 1
         return x.reshape(samples, math.prod(x.shape[1:-1]), x.shape[-1])
 
+    def matrix_dim(self, dim: int) -> int | None:
+        """See :meth:`Layer.matrix_dim`; subclasses may make another matrix of their weight."""
+        return dim - 2 if type(self)._to_matrix is LinearLayer._to_matrix else None
+
     def _weight_shape(self) -> tuple[int, ...]:
         return tuple(self.weight.shape)
 
@@ -45,6 +49,10 @@ class LinearLayer(Layer):
 
 class TransposedLinearLayer(LinearLayer):
     """``y = x W + b``: the weight is ``[d_in, d_out]``, as in the ``Conv1D`` of GPT-2."""
+
+    def matrix_dim(self, dim: int) -> int | None:
+        """See :meth:`Layer.matrix_dim`."""
+        return -1 - dim if type(self)._to_matrix is TransposedLinearLayer._to_matrix else None
 
     def _weight_shape(self) -> tuple[int, ...]:
         d_in, d_out = self.weight.shape

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kronfac.layers.shards import local
+from kronfac.layers.shards import local, whole
 
 if TYPE_CHECKING:
     from kronfac.layers.layer import Layer
+    from kronfac.layers.slices import Slice
 
 
 class ParameterView:
     """The gradients of a layer's parameters that are whole on this rank."""
+
+    #: Which part of the matrix is here and is worked on here, if it is not all of it.
+    slice: Slice | None = None
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -51,12 +55,18 @@ class ParameterView:
         bias = self.layer.bias
         return None if bias is None or not self.layer.bias_trains else self.grad_of(bias)
 
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """Shape of the gradient of the bias."""
+        assert self.layer.bias is not None
+        return tuple(self.layer.bias.shape)
+
     def bias_column(self) -> Tensor:
         """The gradient of the bias that is the layer's own, or zeros; the bias trains."""
         layer, grad = self.layer, self.bias_grad
         assert layer.bias is not None
         if grad is None:
-            grad = self.weight_grad.new_zeros(layer.bias.shape, dtype=layer.bias.dtype)
+            grad = self.weight_grad.new_zeros(self.bias_shape, dtype=layer.bias.dtype)
         return layer._own_bias(grad.detach())
 
     def gradient(self) -> Tensor:
@@ -86,6 +96,19 @@ class ParameterView:
                 found.append((target, matrix[..., -1].reshape(target.shape)))
             matrix = matrix[..., :-1]
         found.append(layer._weight_place(self.weight_grad, matrix))
+        return found
+
+    def shape_here(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of what is here of a tensor that belongs to the layer; of ``V`` it may be a part."""
+        return shape
+
+    def to_save(self, value: Tensor) -> Tensor:
+        """What belongs to the layer as it is saved: in the same memory, with the shape of the whole."""
+        return value
+
+    def from_saved(self, value: Tensor) -> Tensor:
+        """Undo :meth:`to_save`, whoever has saved it; all ranks do so together."""
+        found: Tensor = whole(value)
         return found
 
     def write(self, matrix: Tensor) -> None:

@@ -33,10 +33,12 @@ class Assignment:
     Args:
         column: the column of the grid whose ranks work on it.
         tasks: which ranks solve each part.
+        sliced: whether all ranks work on it, each on its slice; those of the column solve.
     """
 
     column: int
     tasks: Mapping[str, Task]
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class Placement:
 
     def workers(self, layer: str) -> tuple[int, ...]:
         """The ranks that hold a layer's solution and precondition its gradient."""
+        if self.assignments[layer].sliced:
+            return tuple(range(self.grid.size))
         return self.grid.column(self.assignments[layer].column)
 
     def is_worker(self, layer: str, rank: int) -> bool:
         """Whether a rank is one of them."""
-        return self.grid.column_of(rank) == self.assignments[layer].column
+        assignment = self.assignments[layer]
+        return assignment.sliced or self.grid.column_of(rank) == assignment.column
 
     def solvers(self, layer: str, part: str) -> tuple[int, ...]:
         """The ranks that solve a part: one alone, several together, or each redundantly."""
@@ -99,6 +104,7 @@ class Placement:
             "assignments": {
                 name: {
                     "column": assignment.column,
+                    "sliced": assignment.sliced,
                     "tasks": {
                         part: {"rank": task.rank, "split": task.split, "ranks": list(task.ranks)}
                         for part, task in assignment.tasks.items()
@@ -121,6 +127,7 @@ class Placement:
                         part: Task(task["rank"], task["split"], tuple(task["ranks"]))
                         for part, task in assignment["tasks"].items()
                     },
+                    assignment.get("sliced", False),
                 )
                 for name, assignment in _assignments(plain).items()
             },

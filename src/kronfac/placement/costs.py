@@ -65,6 +65,8 @@ class LayerUnit:
         tied_to: name of the first layer whose parameters it shares (itself if none). Such layers
             must have one owner where parameters have owners.
         beside: name of the layer whose input it shares, which the same ranks work on.
+        sliced: whether all ranks work on it, each on its slice of the gradient, which then does not
+            travel.
     """
 
     name: str
@@ -75,6 +77,7 @@ class LayerUnit:
     itemsize: int = 4
     tied_to: str = ""
     beside: str = ""
+    sliced: bool = False
 
     @property
     def solution_bytes(self) -> int:

@@ -68,7 +68,9 @@ def place(
         tasks |= _shared_tasks(shared, grid.column(column), balanced, split)
     assignments = {
         layer.name: Assignment(
-            column, {part.name: tasks[layer.name, part.name] for part in layer.parts}
+            column,
+            {part.name: tasks[layer.name, part.name] for part in layer.parts},
+            layer.sliced,
         )
         for layer, column in zip(layers, columns, strict=True)
     }
@@ -175,6 +177,8 @@ def _columns(
         solve = sum(part.times * solve_seconds(part, compute) for part in layer.parts)
         # The workers of a column divide its solving; each of them preconditions all of it.
         weights[name] += solve / (refresh_every * grid.workers)
+        if layer.sliced:  # the rest is the same for all ranks
+            continue
         weights[name] += compute.product(layer.precondition_flops)
         if exchanged:  # its gradient comes and goes
             weights[name] += 2 * layer.gradient_bytes * link.seconds_per_byte

@@ -64,6 +64,8 @@ class Distribute:
         deferred: send statistics once per refresh; otherwise at every factor step.
         balanced: place work by cost; otherwise round robin.
         split: let several ranks solve one factor together when it would keep all others waiting.
+        slices: of sharded layers whose rows do not mix, let each rank precondition its own slice.
+            Gradients then do not travel, and all ranks hold the layer's solution; otherwise one does.
     """
 
     scheme: str | Hybrid = "auto"
@@ -73,6 +75,7 @@ class Distribute:
     deferred: bool = True
     balanced: bool = True
     split: bool = True
+    slices: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.scheme, Hybrid) and self.scheme not in SCHEMES:
@@ -91,7 +94,7 @@ class Distribute:
             raise ValueError(
                 "distribute='auto' never rounds what it sends; name a scheme to use wire_dtype."
             )
-        for name in ("overlap", "triangles", "deferred", "balanced", "split"):
+        for name in ("overlap", "triangles", "deferred", "balanced", "split", "slices"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
 

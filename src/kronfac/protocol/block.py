@@ -275,6 +275,15 @@ class Block(ABC):
         ``damping`` is γ: a number, or a tensor ``[*b, 1, 1]`` if it is relative to the curvature.
         """
 
+    def cuts(self, dim: int) -> frozenset[str] | None:
+        """Whether rows (``dim=-2``) or columns (``-1``) of a gradient are preconditioned each alone.
+
+        Then :meth:`precondition` and :meth:`raw_columns` take some of them, with the solution cut
+        likewise: these are the tensors that have a number for each, in their last dimension. All parts
+        of the solution can be solved for others. ``None`` if a row or column needs the others.
+        """
+        return None
+
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """The mean eigenvalue of the undamped curvature, ``[*b, 1, 1]``, or ones instead of *b."""
         raise NotImplementedError(f"{self.label!r} does not know its mean curvature.")

@@ -25,6 +25,8 @@ class LayerStep:
         damping: the damping γ of this layer.
         rate: learning rate of the weight's group.
         seed: of the layer's random numbers at this step, if the rule draws; alike on all ranks.
+        square: squared norm of the whole gradient, where a rule :attr:`~Transform.takes_slices` and is
+            given some rows or columns of it.
     """
 
     step: int
@@ -34,6 +36,7 @@ class LayerStep:
     damping: float | Tensor = 0.0
     rate: float | Tensor = 0.0
     seed: int = 0
+    square: Tensor | None = None
 
     def generator(self) -> torch.Generator:
         """Random numbers, drawn on the CPU: whoever works on the layer has the same."""
@@ -45,6 +48,9 @@ class Transform(ABC):
 
     #: Whether it draws random numbers, from ``at.generator()``.
     draws: bool = False
+    #: Whether rows or columns of a gradient can be changed without the others, but for the norm of the
+    #: whole, ``at.square``; buffers that are shaped as the gradient then are such slices too.
+    takes_slices: bool = False
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of what is kept for a layer; names differ from those of other rules."""

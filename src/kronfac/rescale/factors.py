@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kronfac.layers.slices import Slice
 from kronfac.linalg.orthogonal import nearest_orthogonal_all
 from kronfac.options.config import Rule
 
@@ -23,7 +24,9 @@ class Update:
     ``rates`` are the learning rates of the matrices' columns: one number, or two when the bias, the
     last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
     gradient whatever the others do, ``moving`` those that have one at this step, if that matters; both
-    are ``[k, 1, d_in]``. ``share`` is what the base's own momentum leaves of the length.
+    are ``[k, 1, d_in]``. ``share`` is what the base's own momentum leaves of the length. Where a
+    ``slice`` of the matrices is here, ``norms`` are those of the whole ones ``"before"`` and ``"after"``,
+    ``[k]``, as far as the rule looks at them.
     """
 
     before: Tensor
@@ -32,6 +35,8 @@ class Update:
     raw: Tensor | None = None
     moving: Tensor | None = None
     share: float = 1.0
+    slice: Slice | None = None
+    norms: Mapping[str, Tensor] | None = None
 
     def times(self, factor: float | Tensor) -> Tensor:
         """The steps at another length."""
@@ -51,7 +56,11 @@ def own_factors(
     rules: Sequence[Rule], updates: Sequence[Update], agreements: Sequence[Tensor | None]
 ) -> list[float | Tensor]:
     """Factors of the rules that look at each layer alone, times what each layer's gradients agree."""
+    pairs = zip(rules, updates, strict=True)
+    sliced = {i: _slice_factor(r, u) for i, (r, u) in enumerate(pairs) if u.norms is not None}
+    rules = ["solved" if index in sliced else rule for index, rule in enumerate(rules)]
     found: dict[int, float | Tensor] = dict(enumerate(graft_factors(rules, updates)))
+    found |= sliced
     sized = [index for index, rule in enumerate(rules) if rule in _TARGETS]
     for indices in _alike(updates, sized):
         own = [rules[index] for index in indices], [updates[index] for index in indices]
@@ -81,7 +90,8 @@ def _channels(update: Update) -> float:
 
 def _unit(update: Update) -> float:
     """Muon's norm of an ``m × n`` matrix, ``√min(m, n)·√max(1, m/n)``."""
-    rows, columns = update.after.shape[-2:]
+    shape = tuple(update.after.shape)
+    rows, columns = (update.slice.whole_shape(shape) if update.slice else shape)[-2:]
     return math.sqrt(min(rows, columns) * max(1.0, rows / columns))
 
 
@@ -130,6 +140,19 @@ def graft_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[floa
     return [factors.get(index, 1.0) for index in range(len(updates))]
 
 
+#: Of which matrices rules look at the norms.
+NORMS: Mapping[Rule, tuple[str, ...]] = {"graft": ("before", "after"), "unit": ("after",)}
+
+
+def _slice_factor(rule: Rule, update: Update) -> Tensor:
+    """The factor of a rule for matrices of which slices are here, from the norms of the whole ones."""
+    assert update.norms is not None
+    after = update.norms["after"]
+    if rule == "graft":
+        return update.of_layers(_ratio(update.norms["before"], after))
+    return update.of_layers(_ratio(torch.full_like(after, _TARGETS[rule](update)), after))
+
+
 def column_factors(update: Update) -> Tensor:
     """Factors that give each column, a token's vector, a root mean square of 1.
 
@@ -168,10 +191,12 @@ def bounded_factor(total: Tensor, bound: float) -> Tensor:
 
 def _step_size(update: Update) -> Tensor:
     products = update.known(update.before) * update.after
+    # A slice that several ranks hold is added up as often.
+    counts = 1.0 if update.slice is None else update.slice.weight
     if len(update.rates) == 1:
-        return products.sum() * update.rates[0] ** 2
+        return products.sum() * update.rates[0] ** 2 * counts
     weight, bias = update.rates
-    return products[..., :-1].sum() * weight**2 + products[..., -1].sum() * bias**2
+    return (products[..., :-1].sum() * weight**2 + products[..., -1].sum() * bias**2) * counts
 
 
 def _ratio(target: Tensor, norm: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronfac.layers.shards import local
+
 #: More steps than anybody takes: at a thousand a second, 35 years.
 MAX_STEP = 2**40
 
@@ -133,6 +135,7 @@ def _is_step(value: Any) -> bool:
 def _is_usable(kind: str, value: Tensor) -> bool:
     if value.device.type == "meta":
         return True  # a plan without numbers
+    value = local(value)  # nothing of a loaded shard is decided with others
     if not bool(torch.isfinite(value).all()):
         return False
     least = {"count": value >= 0, "damping": value > 0}.get(kind)

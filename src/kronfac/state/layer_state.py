@@ -15,6 +15,7 @@ from kronfac.options.config import Rule, ShareOf
 from kronfac.protocol.block import Given, bytes_of
 from kronfac.protocol.context import number_of
 from kronfac.protocol.method import Method
+from kronfac.protocol.statistic import Tensors
 from kronfac.protocol.transform import Transform
 from kronfac.state.input_group import InputGroup
 from kronfac.statistics.pending import Pending
@@ -157,6 +158,11 @@ class LayerState:
             raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")
         return shapes
 
+    @property
+    def shapes_here(self) -> dict[str, tuple[int, ...]]:
+        """The same of what is here of them."""
+        return {name: self.view.shape_here(one) for name, one in self.buffer_shapes.items()}
+
     def lender(self, name: str) -> LayerState:
         """The layer that a statistic, or a tensor of the solution, is computed for: this one, mostly."""
         group = self.group
@@ -206,6 +212,14 @@ class LayerState:
     def solution_in_use(self) -> dict[str, Tensor] | None:
         """The solution, ``None`` before the first: loaders may have made tensors without a meaning."""
         return self.solution if self.solved_at is not None else None
+
+    def cut(self, solution: Tensors) -> Tensors:
+        """What of a solution belongs to the part of the matrix that is here."""
+        piece = self.view.slice
+        if piece is None:
+            return solution
+        names = self.block.cuts(piece.dim) or ()
+        return {n: piece.entries(one) if n in names else one for n, one in solution.items()}
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Precision of a tensor of the solution."""
@@ -374,7 +388,7 @@ class LayerState:
             shapes = {name: tuple(known[name].shape) for name in self.held if name in known}
         held = [name for name in self.held if name in shapes and not self._borrows(name)]
         solution = sum(bytes_of([shapes[name]], self.dtype_of(name)) for name in held)
-        buffers = self.buffer_shapes.values() if self.is_worker else ()
+        buffers = self.shapes_here.values() if self.is_worker else ()
         return self.kept_bytes + solution + bytes_of(buffers, self.layer.factor_dtype)
 
     def _borrows(self, name: str) -> bool:
@@ -403,7 +417,7 @@ class LayerState:
                 for name in self.held
             }
         self.pending.count_dropped(device)
-        for name, shape in self.buffer_shapes.items() if self.is_worker else ():
+        for name, shape in self.shapes_here.items() if self.is_worker else ():
             if name not in self.buffers:
                 self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -141,7 +141,7 @@ def layer_entry(state: LayerState, place: Mapping[LayerState, int]) -> dict[str,
         entry["compared"] = torch.tensor(state.compared, dtype=torch.int64, device="cpu")
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
-    entry |= state.buffers
+    entry |= {name: state.view.to_save(value) for name, value in state.buffers.items()}
     if state.broadcast:
         entry["broadcast"] = torch.tensor(state.broadcast_size, dtype=torch.int64, device="cpu")
     if state.block.leaves_out != "nothing":
@@ -256,7 +256,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     state.stride = Stride(*numbers) if min(numbers[:3]) > 0 else None
     for name in state.buffer_shapes:
         if name in entry and state.is_worker:
-            state.buffers[name] = read(name, dtype)
+            value = state.view.from_saved(entry[name])
+            state.buffers[name] = value.detach().to(device, dtype, copy=True).contiguous()
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.held

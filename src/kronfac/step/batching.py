@@ -52,10 +52,10 @@ class Batch:
         """Apply the solutions of some of these layers to gradients ``[k, *b, d_out, d_in]``."""
         first, block = states[0], states[0].block
         if len(states) == 1:
-            applied = first.applied(damping[first])
-            return block.precondition(applied, gradients[0], damping[first])[None]
+            own = first.cut(first.applied(damping[first]))
+            return block.precondition(own, gradients[0], damping[first])[None]
         here = [self.states.index(state) for state in states]
-        solutions = self._solutions(here, damping)
+        solutions = first.cut(self._solutions(here, damping))
         return block.precondition(solutions, gradients, self._dampings(states, damping))
 
     @staticmethod
@@ -64,7 +64,7 @@ class Batch:
         found = []
         for state in states:
             assert state.solution is not None
-            raw = state.block.raw_columns(state.solution)
+            raw = state.block.raw_columns(state.cut(state.solution))
             if raw is None:
                 return None
             found.append(raw)
@@ -160,8 +160,9 @@ def _kind(state: LayerState) -> Hashable:
     solved = _is_solved(state)
     if signature is None:
         return state, solved
-    layer = state.layer
-    return signature, type(layer), layer.weight.shape, layer.weight.device, state.rule, solved
+    layer, piece = state.layer, state.view.slice
+    kind = signature, type(layer), layer.weight.shape, layer.weight.device
+    return *kind, state.rule, solved, piece
 
 
 def _is_solved(state: LayerState) -> bool:

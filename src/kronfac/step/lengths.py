@@ -65,17 +65,24 @@ def _or_zero(change: Tensor) -> Tensor:
     return change.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def lengths(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-    """Lengths of the layers' steps as multiples of Muon's, ``[layers]``; ``None`` without momentum."""
+def lengths(
+    buffers: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor | None] | None = None
+) -> Tensor | None:
+    """Lengths of the layers' steps as multiples of Muon's, ``[layers]``; ``None`` without momentum.
+
+    ``norms`` are those of momentum buffers of which slices are here.
+    """
     if not all("history" in one for one in buffers):
         return None
     count, usual, recent, _ = torch.stack([one["history"] for one in buffers]).unbind(1)
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
     age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
-    return coherences(buffers) * size * age.mul_(FIRST)
+    return coherences(buffers, norms) * size * age.mul_(FIRST)
 
 
-def coherences(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def coherences(
+    buffers: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor | None] | None = None
+) -> Tensor:
     """How much recent gradients of each layer agree, ``[layers]`` in [0, 1].
 
     It is ``‖Σ wᵢ gᵢ‖ / √(Σ wᵢ · Σ wᵢ‖gᵢ‖²)``: 1 if they are all the same and about ``√((1-μ)/(1+μ))`` if
@@ -83,7 +90,10 @@ def coherences(buffers: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """
     weights, squares = torch.stack([one["coherence"] for one in buffers]).unbind(1)
     most = (weights * squares).sqrt_()
-    norms = torch.stack(torch._foreach_norm([one["momentum"] for one in buffers]))
-    ratios = norms / most.clamp_(min=torch.finfo(most.dtype).tiny)
+    found = norms or [None] * len(buffers)
+    here = [one["momentum"] for one, norm in zip(buffers, found, strict=True) if norm is None]
+    rest = iter(torch._foreach_norm(here) if here else ())
+    sizes = torch.stack([next(rest) if norm is None else norm.to(most) for norm in found])
+    ratios = sizes / most.clamp_(min=torch.finfo(most.dtype).tiny)
     # Squares that overflow, here or above, say nothing.
     return torch.nan_to_num_(ratios, nan=1.0, posinf=1.0).clamp_(max=1)

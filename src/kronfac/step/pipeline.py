@@ -198,7 +198,8 @@ class Preconditioner:
         self._solve_again(states)
         with self.phases("precondition"):
             seed = self.random.draw() if self._draws_at_steps else 0
-            updates = self._updates.precondition(states, groups, self.clock.step, seed)
+            step = self.clock.step
+            updates = self._updates.precondition(states, groups, coordinator, step, seed)
         with self.phases("rescale"):
             self._updates.rescale(updates, coordinator, self.model, self.count)
         coordinator.spread([state for state in states if _is_preconditioned(state)])

@@ -20,6 +20,8 @@ class Momentum(Transform):
     ``q ← μ·q + ‖V‖²``, and what ``‖V‖²`` has been so far: :mod:`kronfac.step.lengths` reads them.
     """
 
+    takes_slices = True
+
     def __init__(self, schedules: Schedules, nesterov: bool) -> None:
         self.schedules = schedules
         self.nesterov = nesterov
@@ -31,7 +33,8 @@ class Momentum(Transform):
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
         mu, buffers = float(self.schedules.at("momentum", at.step)), at.buffers
-        square = gradient.square().sum().clamp(max=_most(gradient.dtype))
+        square = gradient.square().sum() if at.square is None else at.square.to(gradient.dtype)
+        square = square.clamp(max=_most(gradient.dtype))
         news = torch.stack([torch.ones_like(square), square])
         if "coherence" in buffers:
             buffers["coherence"].mul_(mu).add_(news)
@@ -60,20 +63,13 @@ class Momentum(Transform):
                 gradient.copy_(self(gradient, one))
         for indices in begun.values():
             mu = float(self.schedules.at("momentum", at[indices[0]].step))
-            buffers = [at[index].buffers for index in indices]
-            rates = [at[index].rate for index in indices]
-            self._apply([gradients[index] for index in indices], buffers, rates, mu)
+            own = [at[index] for index in indices]
+            self._apply([gradients[index] for index in indices], own, mu)
         return gradients
 
-    def _apply(
-        self,
-        gradients: list[Tensor],
-        buffers: Sequence[Mapping[str, Tensor]],
-        rates: Sequence[float | Tensor],
-        mu: float,
-    ) -> None:
-        squares = torch.stack(torch._foreach_norm(gradients)).square_()
-        squares = squares.clamp_(max=_most(squares.dtype))
+    def _apply(self, gradients: list[Tensor], at: Sequence[LayerStep], mu: float) -> None:
+        buffers, rates = [one.buffers for one in at], [one.rate for one in at]
+        squares = _squares(gradients, at).clamp_(max=_most(gradients[0].dtype))
         news = torch.stack([torch.ones_like(squares), squares], dim=1).unbind()
         sums = [one["coherence"] for one in buffers]
         torch._foreach_mul_(sums, mu)
@@ -86,6 +82,16 @@ class Momentum(Transform):
             torch._foreach_add_(gradients, held, alpha=mu)
         else:
             torch._foreach_copy_(gradients, held)
+
+
+def _squares(gradients: Sequence[Tensor], at: Sequence[LayerStep]) -> Tensor:
+    """Squared norms of gradients, ``[layers]``; those of which slices are here are known."""
+    here = [gradient for gradient, one in zip(gradients, at, strict=True) if one.square is None]
+    found = torch.stack(torch._foreach_norm(here)).square_() if here else gradients[0].new_empty(0)
+    if len(here) == len(gradients):
+        return found
+    rest = iter(found.unbind())
+    return torch.stack([next(rest) if one.square is None else one.square.to(found) for one in at])
 
 
 def _most(dtype: torch.dtype) -> float:

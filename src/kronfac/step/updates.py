@@ -24,6 +24,7 @@ from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
 from kronfac.step.lengths import lengths
+from kronfac.step.slice_norms import gradient_squares, take_norms
 
 ParamGroups = list[dict[str, Any]]
 #: Learning rates of parameters.
@@ -55,7 +56,12 @@ class Updates:
         self._batches.clear()
 
     def precondition(
-        self, states: Sequence[LayerState], groups: ParamGroups, step: int, seed: int = 0
+        self,
+        states: Sequence[LayerState],
+        groups: ParamGroups,
+        coordinator: Coordinator,
+        step: int,
+        seed: int = 0,
     ) -> list[GroupUpdate]:
         """Apply the rules and each layer's solution; without one the gradient stays raw."""
         rates: Rates = {}
@@ -67,8 +73,12 @@ class Updates:
         with self.phases.part("precondition", *names):
             damping = self._damping(chosen, step)
             before = [stacked_gradients([state.view for state in group.states]) for group in chosen]
+            squares = gradient_squares(chosen, before, coordinator) if self.transforms else {}
             moments = [
-                [self._moment(state, step, damping, rates, seed) for state in group.states]
+                [
+                    self._moment(state, step, damping, rates, seed, squares.get(state))
+                    for state in group.states
+                ]
                 for group in chosen
             ]
             before = self._transformed(before, moments)
@@ -108,10 +118,12 @@ class Updates:
         damping: Mapping[LayerState, float | Tensor],
         rates: Rates,
         seed: int,
+        square: Tensor | None,
     ) -> LayerStep:
         rate = rates.get(state.layer.weight, 0.0)
         solution, own = state.solution_in_use, seed ^ state.number
-        return LayerStep(step, state.buffers, state.block, solution, damping[state], rate, own)
+        known = state.buffers, state.block, solution
+        return LayerStep(step, *known, damping[state], rate, own, square)
 
     def _transformed(
         self, before: list[Tensor], moments: Sequence[Sequence[LayerStep]]
@@ -151,7 +163,8 @@ class Updates:
             own = [(state.view.gradient() != 0).any(-2, keepdim=True) for state in group.states]
             moving = torch.stack(own)
         raw = group.batch.raw_columns(group.states)
-        return Update(before, after, _own_rates(first, rates), raw, moving)
+        piece = first.view.slice
+        return Update(before, after, _own_rates(first, rates), raw, moving, slice=piece)
 
     def rescale(
         self,
@@ -171,14 +184,18 @@ class Updates:
             count(f"{name}_active", (factor < 1).to(torch.int64))
             factors: Iterable[float | Tensor] = [factor] * len(steps)
         else:
-            factors = own_factors(rules, steps, self._agreements([group for group, _ in updates]))
+            chosen = [group for group, _ in updates]
+            norms = take_norms(chosen, steps, coordinator, self.options.rescale == "auto")
+            factors = own_factors(rules, steps, self._agreements(chosen, norms))
         found: list[Place] = []
         for (group, _), step, length in zip(updates, steps, factors, strict=True):
             views = [state.view for state in group.states]
             found += places(views, step.times(length * step.share))
         write(found)
 
-    def _agreements(self, groups: Sequence[Group]) -> list[Tensor | None]:
+    def _agreements(
+        self, groups: Sequence[Group], norms: Mapping[LayerState, Tensor]
+    ) -> list[Tensor | None]:
         """Length of each layer's step as a multiple of Muon's, ``[k]``, if that depends on gradients."""
         found: list[Tensor | None] = [None] * len(groups)
         if self.options.rescale != "auto":
@@ -189,7 +206,8 @@ class Updates:
             alike.setdefault((layer.weight.device, layer.factor_dtype), []).append(index)
         for indices in alike.values():
             states = [state for index in indices for state in groups[index].states]
-            multiples = lengths([state.buffers for state in states])
+            known = [norms.get(state) for state in states]
+            multiples = lengths([state.buffers for state in states], known)
             if multiples is not None:
                 sizes = [len(groups[index].states) for index in indices]
                 own = multiples.split(sizes)

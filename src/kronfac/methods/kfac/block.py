@@ -306,6 +306,13 @@ class KFACBlock(Block):
             return None
         return solution["A.values" if self.solver == "eigen" else "A.inverse"] == 0
 
+    def cuts(self, dim: int) -> frozenset[str] | None:
+        """See :meth:`Block.cuts`: what is not dense does not mix rows, or columns."""
+        side = "A" if dim == -1 else "G"
+        if type(self) is not KFACBlock or len(self.shape) > 2 or self.forms[side] == "dense":
+            return None  # others may precondition in another way
+        return frozenset(name for name in self.solution_shapes if name.startswith(f"{side}."))
+
     def _apply(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
         if self.solver != "eigen":
             inverse = solution["A.inverse"]
