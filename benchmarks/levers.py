@@ -123,7 +123,7 @@ def preconditioning(seconds: float, *shape: int) -> dict[str, Any]:
     pair = SeparableBlock(
         shape[1:], torch.float32, max_dim=8192, output_factor=True, per_sample=False
     )
-    inverses = pair.solve("inverse", Given({}, 1e-4, solved=solution)) or {}
+    inverses = pair.prepare(solution, 1e-4)
     calls = {
         "float32": lambda: applied(False),
         "bfloat16 after": lambda: applied(True),

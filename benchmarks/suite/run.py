@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/suite/run.py [stage ...]
 
 Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `seeds` (three of K-FAC's default rate, of its
-best and of each task's best rival), `constant` (no schedule: K-FAC, SGD, AdamW), `ablation`, `table`.
+best and of each task's best rival), `constant` (no schedule: K-FAC, SGD, AdamW), `ablation`, `levers`
+(each lever that makes steps cheap turned off, three seeds), `table`.
 Without arguments all of them. Runs that are in `results/suite.jsonl` are not repeated.
 """
 
@@ -33,6 +34,15 @@ ABLATION: dict[str, dict[str, Any]] = {
     "absolute damping 1e-4": {"damping": 1e-4},
     "length of Muon, whatever gradients agree on": {"rescale": "orthogonal"},
     "power 1/2": {"power": 0.5},
+}
+
+#: Levers that are on by default and change numbers, each turned off. Shared inputs and the row form do
+#: not, but for rounding.
+LEVERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    'four products (`solver="eigen"`)': {"solver": "eigen"},
+    'no bfloat16 (`products="float32"`)': {"products": "float32"},
+    "all rows (`rows=None`)": {"rows": None},
 }
 
 
@@ -74,6 +84,16 @@ def ablation() -> list[Trial]:
     ]
 
 
+def levers() -> list[Trial]:
+    """Three seeds of each."""
+    return [
+        Trial(task.name, "K-FAC", DEFAULT, seed, "decay", json.dumps(options, sort_keys=True))
+        for seed in range(3)
+        for task in CHOSEN
+        for options in LEVERS.values()
+    ]
+
+
 def _weight(task: Task) -> bool:
     """The most expensive task comes last."""
     return "1000" in task.name
@@ -86,6 +106,7 @@ STAGES = {
     "seeds": seeds,
     "constant": lambda: sweep(["K-FAC", "SGD", "AdamW"], CHOSEN, "constant"),
     "ablation": ablation,
+    "levers": levers,
 }
 
 
@@ -93,7 +114,7 @@ def main() -> None:
     stages = sys.argv[1:] or [*STAGES, "table"]
     for stage in stages:
         if stage == "table":
-            print_tables(list(read(RESULTS)), ABLATION)
+            print_tables(list(read(RESULTS)), ABLATION, LEVERS)
         else:
             run_all(STAGES[stage](), RESULTS)
 
