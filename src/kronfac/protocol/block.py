@@ -264,6 +264,15 @@ class Block(ABC):
         ``damping`` is γ: a number, or a tensor ``[*b, 1, 1]`` if it is relative to the curvature.
         """
 
+    @property
+    def row_flops(self) -> int | None:
+        """Operations of :meth:`precondition_rows` for one row; ``None`` if there is no such form."""
+        return None
+
+    def precondition_rows(self, solution: Tensors, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Apply a solution to ``Σ g aᵀ``, given the rows ``g: [R, d_out]`` and ``a: [R, d_in]``."""
+        raise NotImplementedError(f"{self.label!r} is not applied to rows.")
+
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """The mean eigenvalue of the undamped curvature, ``[*b, 1, 1]``, or ones instead of *b."""
         raise NotImplementedError(f"{self.label!r} does not know its mean curvature.")

@@ -57,6 +57,11 @@ class Batch:
         here = [self.states.index(state) for state in states]
         return block.precondition(self._solutions(here), gradients, self._dampings(states, damping))
 
+    def place(self, states: Sequence[LayerState]) -> None:
+        """Move new solutions of some of these layers to their places, where products expect them."""
+        if len(self.states) > 1:
+            self._place([self.states.index(state) for state in states])
+
     @staticmethod
     def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
         """Columns ``[k, 1, d_in]`` whose gradients pass as they are, if any."""
@@ -80,11 +85,14 @@ class Batch:
             known = self._damping = (own, torch.stack(own))
         return known[1]
 
-    def _solutions(self, here: Sequence[int]) -> dict[str, Tensor]:
+    def _place(self, here: Sequence[int]) -> None:
         for index in here:
             state = self.states[index]
             if state.solution is not self._known[index]:
                 self._put(index, state)
+
+    def _solutions(self, here: Sequence[int]) -> dict[str, Tensor]:
+        self._place(here)
         if len(here) == len(self.states):
             return self._stacked
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
 from kronfac.step.lengths import lengths
+from kronfac.step.row_form import RowForm
 
 ParamGroups = list[dict[str, Any]]
 #: Learning rates of parameters.
@@ -43,11 +45,13 @@ class Updates:
         schedules: Schedules,
         transforms: Sequence[Transform],
         phases: Phases,
+        row_form: RowForm,
     ) -> None:
         self.options = options
         self.schedules = schedules
         self.transforms = transforms
         self.phases = phases
+        self.row_form = row_form
         self._batches = Batches(phases)
 
     def clear(self) -> None:
@@ -72,10 +76,10 @@ class Updates:
                 for group in chosen
             ]
             before = self._transformed(before, moments)
-        updates = []
+        updates, product = [], partial(self._batches.precondition, damping=damping)
         for group, stack, at in zip(chosen, before, moments, strict=True):
             if group.is_solved:
-                after = self._batches.precondition(group, stack, damping)
+                after = self.row_form.precondition(group, stack, step, product)
                 after = self._after(group, after, stack, at)
                 update = self._update(group, stack, after, rates)
                 update.share = shares.get(group.states[0].layer.weight, 1.0)
