@@ -423,11 +423,6 @@ class Capture:
         if recorded and self.listener is not None:
             self.listener(state, "output")
 
-    @property
-    def unscales(self) -> bool:
-        """Whether a gradient scaler is in use, which has divided gradients before the step."""
-        return self.scaler is not None and self.scaler.is_enabled()
-
     def unscale(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo a gradient scaler's factor without reading it back."""
         scale = None if self.scaler is None else getattr(self.scaler, "_scale", None)

@@ -99,7 +99,7 @@ class Preconditioner:
         #: Whether gradients are added up over ranks and not averaged.
         self._sums = False
         self.coordinator: Coordinator = Local(self.phases)
-        self.row_form = RowForm(options, schedules, self.transforms, self.phases)
+        self.row_form = RowForm(options, schedules, self.transforms, self.capture)
         self._updates = Updates(options, schedules, self.transforms, self.phases, self.row_form)
         self._unobserved = Unobserved(options, self.capture)
 
@@ -126,8 +126,7 @@ class Preconditioner:
             state.note = selection.notes.get(layer.name, "")
             state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
-            if not others:
-                self.row_form.watch(state)
+            self.row_form.watch(state, tied=bool(others))
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
@@ -202,9 +201,7 @@ class Preconditioner:
         self._solve_again(states)
         with self.phases("precondition"):
             seed = self.random.draw() if self._draws_at_steps else 0
-            self.row_form.settle(scaled=self.capture.unscales)
             updates = self._updates.precondition(states, groups, self.clock.step, seed)
-            self.row_form.clear()
         with self.phases("rescale"):
             self._updates.rescale(updates, coordinator, self.model, self.count)
         coordinator.spread([state for state in states if _is_preconditioned(state)])

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kronfac.capture.capture import Capture
 from kronfac.capture.gradient_rows import GradientRows, can_follow
 from kronfac.options.config import Options, Schedules
 from kronfac.protocol.block import Block
 from kronfac.protocol.transform import Transform
 from kronfac.state.layer_state import LayerState
 from kronfac.state.row_choice import BUFFER, RowChoice
-from kronfac.state.timing import Phases
 from kronfac.step.batching import Group
 from kronfac.step.transforms import Momentum
 
@@ -48,10 +48,10 @@ class RowForm:
         options: Options,
         schedules: Schedules,
         transforms: Sequence[Transform],
-        phases: Phases,
+        capture: Capture,
     ) -> None:
         self.schedules = schedules
-        self.phases = phases
+        self.capture = capture
         self.nesterov = options.nesterov
         self.momentum = bool(transforms)
         # Other rules may change what follows from rows.
@@ -61,10 +61,13 @@ class RowForm:
 
     # --- which layers ---------------------------------------------------------------------------
 
-    def watch(self, state: LayerState) -> None:
-        """Hold the rows of a layer from now on, if they may be fewer than it is wide."""
+    def watch(self, state: LayerState, tied: bool) -> None:
+        """Hold the rows of a layer from now on, if they may be fewer than it is wide.
+
+        ``tied`` says that other modules use its weight.
+        """
         limit = most_rows(state.block)
-        if not self._allowed or limit < 1 or not can_follow(state.layer):
+        if not self._allowed or tied or limit < 1 or not can_follow(state.layer):
             return
         state.row_form = RowChoice(possible=_is_alone(), momentum=self.momentum)
         if state.row_form.possible:
@@ -86,13 +89,14 @@ class RowForm:
             if _choice(state).chosen is not False:
                 rows.attach()
 
-    def settle(self, scaled: bool) -> None:
+    def settle(self) -> None:
         """Find the rows of this step; choose where a layer has them for the first time.
 
-        ``scaled`` says that a gradient scaler has divided gradients, which no version counter shows.
+        A gradient scaler has divided gradients, which no version counter shows.
         """
         self._rows.clear()
-        usable = not scaled and _is_alone()
+        scaler = self.capture.scaler
+        usable = _is_alone() and (scaler is None or not scaler.is_enabled())
         for state, watched in self._watched.items():
             found = watched.rows() if usable and state.has_gradient else None
             if found is not None:
@@ -150,7 +154,7 @@ class RowForm:
         after = []
         for index, state in enumerate(group.states):
             if state in self._rows:
-                with self.phases.part("precondition", state.name):
+                with self.capture.phases.part("precondition", state.name):
                     after.append(self._from_rows(state, found.get(index), mu))
             else:
                 after.append(found[index])

@@ -67,6 +67,7 @@ class Updates:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
         shares = base_shares(groups) if self.options.rescale == "auto" else {}
         chosen = self._groups(states, rates, shares)
+        self.row_form.settle()
         names = [state.name for group in chosen for state in group.states]
         with self.phases.part("precondition", *names):
             damping = self._damping(chosen, step)
@@ -84,6 +85,7 @@ class Updates:
                 update = self._update(group, stack, after, rates)
                 update.share = shares.get(group.states[0].layer.weight, 1.0)
                 updates.append((group, update))
+        self.row_form.clear()
         return updates
 
     def _groups(self, states: Sequence[LayerState], rates: Rates, shares: Shares) -> list[Group]:
