@@ -266,7 +266,10 @@ class Block(ABC):
 
     @property
     def row_flops(self) -> int | None:
-        """Operations of :meth:`precondition_rows` for one row; ``None`` if there is no such form."""
+        """Operations of :meth:`precondition_rows` for one row; ``None`` if there is no such form.
+
+        There is one if a solution is linear in the gradient and has its damping in it.
+        """
         return None
 
     def precondition_rows(self, solution: Tensors, outputs: Tensor, inputs: Tensor) -> Tensor:

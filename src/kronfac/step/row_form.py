@@ -66,7 +66,7 @@ class RowForm:
 
         ``tied`` says that other modules use its weight.
         """
-        limit = most_rows(state.block)
+        limit = 0 if state.block.due_parts("step") else most_rows(state.block)
         if not self._allowed or tied or limit < 1 or not can_follow(state.layer):
             return
         state.row_form = RowChoice(possible=_is_alone(), momentum=self.momentum)
@@ -127,10 +127,8 @@ class RowForm:
         chosen = [s.name or "(model)" for s in states if s.row_form and s.row_form.chosen]
         if not chosen:
             return []
-        return [
-            "Preconditioned from the rows of a step, fewer than they are wide:",
-            *_indent(chosen),
-        ]
+        title = "Preconditioned from the rows of a step, fewer than they are wide:"
+        return [title, f"  {' '.join(chosen)}"]
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -223,7 +221,3 @@ def _choice(state: LayerState) -> RowChoice:
 
 def _stack(matrices: Sequence[Tensor]) -> Tensor:
     return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
-
-
-def _indent(names: Iterable[str]) -> list[str]:
-    return [f"  {' '.join(names)}"]
