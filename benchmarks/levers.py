@@ -21,7 +21,6 @@ from kronfac.linalg.narrow import supported
 from kronfac.linalg.orthogonal import nearest_orthogonal
 from kronfac.methods.kfac.block import KFACBlock
 from kronfac.methods.kfac.separable import SeparableBlock
-from kronfac.protocol.block import Given
 
 #: Matrices of equal shape in each model: how many, rows, columns.
 SHAPES = {

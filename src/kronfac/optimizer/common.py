@@ -40,6 +40,7 @@ class Common(TypedDict, total=False):
     stagger: bool
     rows: RowsOption
     share_inputs: bool
+    row_form: bool
     loss_average: Literal["batch", "token"] | float | None
     include: Pattern | Sequence[Pattern] | None
     exclude: Pattern | Sequence[Pattern] | None
@@ -61,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "stagger": False,
     "rows": "auto",
     "share_inputs": True,
+    "row_form": True,
     "loss_average": "batch",
     "include": None,
     "exclude": None,

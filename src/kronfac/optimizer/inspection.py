@@ -103,7 +103,8 @@ class Inspection:
         remark = self._outputs.remark(preconditioner.options)
         rows = preconditioner.rows.describe(states)
         inputs = preconditioner.inputs.describe(states)
-        return describe(title, states, others, update_bytes, ranks, [*rows, *inputs, *remark])
+        levers = [*rows, *inputs, *preconditioner.row_form.describe(states)]
+        return describe(title, states, others, update_bytes, ranks, [*levers, *remark])
 
     def __repr__(self) -> str:
         return self.summary()

@@ -45,6 +45,7 @@ def engine_options(method: Method, values: dict[str, Any], schedules: Schedules)
         stagger=values["stagger"],
         rows=values["rows"],
         share_inputs=values["share_inputs"],
+        row_form=values["row_form"],
         loss_average=values["loss_average"],
         include=as_patterns(values["include"], "include"),
         exclude=as_patterns(values["exclude"], "exclude"),

@@ -61,6 +61,7 @@ class Options:
     rows: RowsOption = None
     products: Products = "auto"
     share_inputs: bool = True
+    row_form: bool = True
 
     @property
     def sampled(self) -> bool:
@@ -82,7 +83,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("nesterov", "early_refresh", "stagger", "share_inputs"):
+        for name in ("nesterov", "early_refresh", "stagger", "share_inputs", "row_form"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         check_momentum("momentum", self.momentum)

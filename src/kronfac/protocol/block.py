@@ -284,6 +284,18 @@ class Block(ABC):
         """
         return None
 
+    @property
+    def row_flops(self) -> int | None:
+        """Operations of :meth:`precondition_rows` for one row; ``None`` if there is no such form.
+
+        There is one if a solution is linear in the gradient and has its damping in it.
+        """
+        return None
+
+    def precondition_rows(self, solution: Tensors, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Apply a solution to ``Σ g aᵀ``, given the rows ``g: [R, d_out]`` and ``a: [R, d_in]``."""
+        raise NotImplementedError(f"{self.label!r} is not applied to rows.")
+
     def mean_curvature(self, solution: Tensors) -> Tensor:
         """The mean eigenvalue of the undamped curvature, ``[*b, 1, 1]``, or ones instead of *b."""
         raise NotImplementedError(f"{self.label!r} does not know its mean curvature.")

@@ -18,6 +18,7 @@ from kronfac.protocol.method import Method
 from kronfac.protocol.statistic import Tensors
 from kronfac.protocol.transform import Transform
 from kronfac.state.input_group import InputGroup
+from kronfac.state.row_choice import BUFFER, RowChoice
 from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import Running
 from kronfac.statistics.sampled import Stride
@@ -35,7 +36,17 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *("schedule", "dropped", "compared", "broadcast", "seeds", "looks", "stride", "group"),
+    *(
+        "schedule",
+        "dropped",
+        "compared",
+        "broadcast",
+        "seeds",
+        "looks",
+        "stride",
+        "group",
+        "row_form",
+    ),
 }
 
 
@@ -74,6 +85,8 @@ class LayerState:
         #: Layers that see the same input, if others do, and whether that has been settled.
         self.group: InputGroup | None = None
         self.group_settled = False
+        #: Whether it is preconditioned from its rows, if it may be.
+        self.row_form: RowChoice | None = None
         self._rule: Rule = "solved"
         #: Names of the statistics that this rank keeps; ``None`` for all of them.
         self.kept: frozenset[str] | None = None
@@ -129,6 +142,8 @@ class LayerState:
         self.failures_in_a_row = 0
         #: What the rules that change gradients keep, by name.
         self.buffers: dict[str, Tensor] = {}
+        if self.row_form is not None:
+            self.row_form.solved_at = None
         self.forget_history()
 
     def forget_history(self) -> None:
@@ -153,6 +168,8 @@ class LayerState:
         shapes: dict[str, tuple[int, ...]] = {}
         for transform in self.transforms:
             shapes |= transform.buffer_shapes(self.layer)
+        if self.row_form is not None and self.row_form.keeps_buffer:
+            shapes[BUFFER] = self.layer.matrix_shape
         taken = sorted(_RESERVED & set(shapes))
         if taken:
             raise ValueError(f"a buffer may not be called {taken[0]!r}, a name that is taken.")

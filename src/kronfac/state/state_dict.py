@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kronfac.protocol.block import Shape, fits
 from kronfac.state.layer_state import LayerState
+from kronfac.state.row_choice import BUFFER
 from kronfac.statistics.running import count_dtype
 from kronfac.statistics.sampled import Stride
 
@@ -142,6 +143,8 @@ def layer_entry(state: LayerState, place: Mapping[LayerState, int]) -> dict[str,
     for name, value in (state.solution or {}).items():
         entry[f"solution.{name}"] = value
     entry |= {name: state.view.to_save(value) for name, value in state.buffers.items()}
+    if state.row_form is not None:
+        entry |= state.row_form.entry()
     if state.broadcast:
         entry["broadcast"] = torch.tensor(state.broadcast_size, dtype=torch.int64, device="cpu")
     if state.block.leaves_out != "nothing":
@@ -227,6 +230,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     state.reset()
     state.stride = None
     entry = _own_part(state, entry)
+    if state.row_form is not None:
+        state.row_form.load(entry)
     if "schedule" not in entry:
         return
     solved, last, offset, failures, in_a_row, fell_back = entry["schedule"].tolist()
@@ -258,6 +263,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if name in entry and state.is_worker:
             value = state.view.from_saved(entry[name])
             state.buffers[name] = value.detach().to(device, dtype, copy=True).contiguous()
+    if state.row_form is not None and state.row_form.solved_at is None:
+        state.buffers.pop(BUFFER, None)
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.held

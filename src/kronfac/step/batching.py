@@ -58,6 +58,11 @@ class Batch:
         solutions = first.cut(self._solutions(here, damping))
         return block.precondition(solutions, gradients, self._dampings(states, damping))
 
+    def place(self, states: Sequence[LayerState], damping: Damping) -> None:
+        """Move new solutions of some of these layers to their places, where products expect them."""
+        if len(self.states) > 1:
+            self._place([self.states.index(state) for state in states], damping)
+
     @staticmethod
     def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
         """Columns ``[k, 1, d_in]`` whose gradients pass as they are, if any."""
@@ -81,12 +86,15 @@ class Batch:
             known = self._damping = (own, torch.stack(own))
         return known[1]
 
-    def _solutions(self, here: Sequence[int], damping: Damping) -> dict[str, Tensor]:
+    def _place(self, here: Sequence[int], damping: Damping) -> None:
         for index in here:
             state = self.states[index]
             applied = state.applied(damping[state])
             if applied is not self._known[index]:
                 self._put(index, state, applied)
+
+    def _solutions(self, here: Sequence[int], damping: Damping) -> dict[str, Tensor]:
+        self._place(here, damping)
         if len(here) == len(self.states):
             return self._stacked
         return {

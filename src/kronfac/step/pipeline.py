@@ -40,6 +40,7 @@ from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
 from kronfac.step.loss_scale import early_normalizer, normalizer_of
 from kronfac.step.random_seeds import RandomSeeds
+from kronfac.step.row_form import RowForm
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
@@ -98,7 +99,8 @@ class Preconditioner:
         #: Whether gradients are added up over ranks and not averaged.
         self._sums = False
         self.coordinator: Coordinator = Local(self.phases)
-        self._updates = Updates(options, schedules, self.transforms, self.phases)
+        self.row_form = RowForm(options, schedules, self.transforms, self.capture)
+        self._updates = Updates(options, schedules, self.transforms, self.phases, self.row_form)
         self._unobserved = Unobserved(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ class Preconditioner:
             state.note = selection.notes.get(layer.name, "")
             state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
+            self.row_form.watch(state, tied=bool(others))
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):
                     watched.setdefault(host, []).append(state)
@@ -164,6 +167,7 @@ class Preconditioner:
         """Remove every hook and forget all layers, for good."""
         self.detached = True
         self.capture.detach()
+        self.row_form.detach()
         self.layers.clear()
         self._updates.clear()
 
@@ -442,6 +446,7 @@ class Preconditioner:
     def load_entries(self, names: Names, entries: Entries) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start again."""
         saving.load(self, names, entries)
+        self.row_form.resume()
         self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self.coordinator.restart()
         self._announce()

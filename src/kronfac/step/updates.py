@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
 from kronfac.step.lengths import lengths
+from kronfac.step.row_form import RowForm
 from kronfac.step.slice_norms import gradient_squares, take_norms
 
 ParamGroups = list[dict[str, Any]]
@@ -44,11 +46,13 @@ class Updates:
         schedules: Schedules,
         transforms: Sequence[Transform],
         phases: Phases,
+        row_form: RowForm,
     ) -> None:
         self.options = options
         self.schedules = schedules
         self.transforms = transforms
         self.phases = phases
+        self.row_form = row_form
         self._batches = Batches(phases)
 
     def clear(self) -> None:
@@ -69,6 +73,7 @@ class Updates:
             rates = {p: group["lr"] for group in groups for p in group["params"] if "lr" in group}
         shares = base_shares(groups) if self.options.rescale == "auto" else {}
         chosen = self._groups(states, rates, shares)
+        self.row_form.settle()
         names = [state.name for group in chosen for state in group.states]
         with self.phases.part("precondition", *names):
             damping = self._damping(chosen, step)
@@ -82,14 +87,15 @@ class Updates:
                 for group in chosen
             ]
             before = self._transformed(before, moments)
-        updates = []
+        updates, product = [], partial(self._batches.precondition, damping=damping)
         for group, stack, at in zip(chosen, before, moments, strict=True):
             if group.is_solved:
-                after = self._batches.precondition(group, stack, damping)
+                after = self.row_form.precondition(group, stack, step, product, damping)
                 after = self._after(group, after, stack, at)
                 update = self._update(group, stack, after, rates)
                 update.share = shares.get(group.states[0].layer.weight, 1.0)
                 updates.append((group, update))
+        self.row_form.clear()
         return updates
 
     def _groups(self, states: Sequence[LayerState], rates: Rates, shares: Shares) -> list[Group]:

@@ -47,6 +47,9 @@ from kronfac.protocol.block import (
 Form = Literal["dense", "diagonal", "identity"]
 Solver = Literal["eigen", "cholesky", "newton-schulz", "thermodynamic"]
 
+#: Solvers whose solution is one matrix, or one diagonal, for each side.
+_ONE_MATRIX = ("cholesky", "newton-schulz")
+
 #: Widest side that ``solver="auto"`` decomposes; beyond it Cholesky is about four times cheaper.
 EIGEN_MAX_WIDTH = 2048
 
@@ -327,6 +330,26 @@ class KFACBlock(Block):
             return inverse @ right if self.forms["G"] == "dense" else inverse[..., None] * right
         turned = self._turn(solution, gradient) / self._damped(solution, damping)
         return self._turn_back(solution, turned, self.narrow)
+
+    @property
+    def row_flops(self) -> int | None:
+        """See :attr:`Block.row_flops`: ``2(d_A² + d_G² + d_A d_G)``, without ``d_G²`` if ``G = I``."""
+        own = type(self)
+        plain = own.precondition is KFACBlock.precondition and own._apply is KFACBlock._apply
+        return self._row_flops() if plain and self.solver in _ONE_MATRIX else None
+
+    def _row_flops(self) -> int | None:
+        whole = len(self.shape) == 2 and not self.picks_columns
+        if not whole or "diagonal" in self.forms.values():
+            return None
+        dense = [self.widths[side] for side, form in self.forms.items() if form == "dense"]
+        return 2 * (sum(width**2 for width in dense) + math.prod(self.widths.values()))
+
+    def precondition_rows(self, solution: Tensors, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """See :meth:`Block.precondition_rows`: ``(g G⁻¹)ᵀ (a A⁻¹)``, since inverses are symmetric."""
+        right = inputs @ solution["A.inverse"]
+        dense = self.forms["G"] == "dense"
+        return (outputs @ solution["G.inverse"] if dense else outputs).mT @ right
 
     def multiply(self, solution: Tensors, matrix: Tensor) -> Tensor:
         """See :meth:`Block.multiply`."""

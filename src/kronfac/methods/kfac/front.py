@@ -63,6 +63,8 @@ class KFAC(Preconditioned):
             ``"auto"``, 4096 or 8 times the width of the layer's wider side if that is more.
         share_inputs: let layers that see the same tensor (queries, keys and values; gate and up) share
             its statistics, and what is solved from them alone. Nothing changes but the cost.
+        row_form: precondition linear layers that are wider than a step has rows from these rows, if the
+            solver finds one matrix for each side (not ``"eigen"``). Nothing changes but the cost.
         max_dim: a side wider than this keeps only its diagonal.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.

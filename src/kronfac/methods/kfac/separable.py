@@ -69,6 +69,16 @@ class SeparableBlock(KFACBlock):
         return solution["G.inverse"] @ gradient @ solution["A.inverse"]
 
     @property
+    def row_flops(self) -> int | None:
+        """See :attr:`Block.row_flops`."""
+        return self._row_flops()
+
+    @full_precision
+    def precondition_rows(self, solution: Tensors, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """See :meth:`Block.precondition_rows`."""
+        return super().precondition_rows(solution, outputs, inputs)
+
+    @property
     def cost(self) -> Cost:
         """See :meth:`Block.cost`; what is prepared is as large as the eigenvectors."""
         exact = super().cost
