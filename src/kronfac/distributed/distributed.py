@@ -218,6 +218,10 @@ class Distributed(Coordinator):
 
     # --- the phases of a step -------------------------------------------------------------------
 
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """Let statistics arrive that have left during the passes, and send off the rest of them."""
+        self.rounds.land(normalizer)
+
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Look at what has been observed until the step, before it is folded and forgotten."""
         self.rounds.before_fold(states, passes)
@@ -345,6 +349,7 @@ class Distributed(Coordinator):
                 "scheme": str(self.settings.scheme),
                 "placement": self.layout.placed.to_json(),
                 "groups": self.rounds.plan.groups,
+                "stream": self.rounds.learned,
                 "samples": self._samples,
             }
         )
@@ -366,6 +371,7 @@ class Distributed(Coordinator):
         self._samples = saved.get("samples", []) if alike else []
         if self._adopts(saved, holds_all):
             self.rounds.plan.groups = saved["groups"]
+            self.rounds.learned = saved.get("stream")
             self.rounds.buckets.clear()
         self.ownership.assign(states, groups)
 

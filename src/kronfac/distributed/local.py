@@ -118,6 +118,9 @@ class Local(Coordinator):
     def collect(self, states: Sequence[LayerState]) -> None:
         """Gradients are whole."""
 
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """All of it is here."""
+
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Nothing has left that could be incomplete."""
 

@@ -38,7 +38,7 @@ from kronfac.state.timing import Phases
 from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
-from kronfac.step.loss_scale import early_normalizer, normalizer_of
+from kronfac.step.loss_scale import early_divisor, early_normalizer, normalizer_of
 from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
@@ -178,8 +178,11 @@ class Preconditioner:
         coordinator.agree(states)
         coordinator.reduce_gradients()
         self._clip(groups)
-        coordinator.collect(states)
         taken = self.capture.due
+        # Statistics on their way and whole gradients need not take memory at the same time.
+        collects_first = not taken or _observe_gradients(states)
+        if collects_first:
+            coordinator.collect(states)
         if taken:
             with self.phases("reduce"):
                 try:
@@ -195,6 +198,8 @@ class Preconditioner:
         self._take_all(due, coordinator.share(solved))
         self._judge(list(due))
         self._solve_again(states)
+        if not collects_first:
+            coordinator.collect(states)
         with self.phases("precondition"):
             seed = self.random.draw() if self._draws_at_steps else 0
             updates = self._updates.precondition(states, groups, self.clock.step, seed)
@@ -246,7 +251,10 @@ class Preconditioner:
     def _moment(self) -> Moment:
         decay = float(self.schedules.at("decay", self.clock.step))
         known = partial(early_normalizer, self.options, self.capture, self._sums)
-        return Moment(decay, self.capture.passes, known)
+        divisor = partial(early_divisor, self.options, self.capture, self._sums)
+        by_terms = self.options.loss_average == "token" and not self.options.sampled
+        proportional = self._sums or not by_terms  # masks differ
+        return Moment(decay, self.capture.passes, known, divisor, proportional)
 
     def _clip(self, groups: ParamGroups) -> None:
         bound = self.options.max_grad_norm
@@ -274,6 +282,9 @@ class Preconditioner:
 
     def _reduce(self, states: Sequence[LayerState]) -> None:
         """Fold what was observed since the last step into the running averages."""
+        self._sums = sums_gradients(self.model)
+        known = partial(normalizer_of, self.options, self.capture, self.coordinator, self._sums)
+        self.coordinator.land(known)
         self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
             self._unobserved.report(states)
@@ -282,8 +293,7 @@ class Preconditioner:
         self.rows.fix(states, self.coordinator)
         self.inputs.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
-        self._sums = sums_gradients(self.model)
-        normalizer = normalizer_of(self.options, self.capture, self.coordinator, self._sums)
+        normalizer = known()
         self.coordinator.settle_broadcast(states, normalizer)
         decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
@@ -435,6 +445,11 @@ class Preconditioner:
         self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self.coordinator.restart()
         self._announce()
+
+
+def _observe_gradients(states: Iterable[LayerState]) -> bool:
+    """Whether some statistics are those of gradients or weights."""
+    return any(one.is_replicated for state in states for one in state.block.statistics.values())
 
 
 def _is_preconditioned(state: LayerState) -> bool:
