@@ -189,7 +189,10 @@ class Stream:
             return pending.leave(name, 1.0)
         assert self.moment is not None
         divisor = self.moment.divisor() if self.divisor is None else self.divisor
-        if divisor is None or self.holds_outputs:
+        # Micro-batches of different sizes may have other proportions on other ranks: not more than the
+        # first of them can be in vain.
+        sizes = {one.samples for one in self.moment.passes}
+        if divisor is None or self.holds_outputs or (len(sizes) > 1 and not self.blocking):
             return None
         self.divisor = divisor
         self.generations[state] = pending.generations["output"]

@@ -200,12 +200,16 @@ class Preconditioner:
         self._solve_again(states)
         if not collects_first:
             coordinator.collect(states)
+        self._update(states, groups)
+        coordinator.spread([state for state in states if _is_preconditioned(state)])
+
+    def _update(self, states: Sequence[LayerState], groups: ParamGroups) -> None:
+        """Precondition gradients and set the length of steps."""
         with self.phases("precondition"):
             seed = self.random.draw() if self._draws_at_steps else 0
             updates = self._updates.precondition(states, groups, self.clock.step, seed)
         with self.phases("rescale"):
-            self._updates.rescale(updates, coordinator, self.model, self.count)
-        coordinator.spread([state for state in states if _is_preconditioned(state)])
+            self._updates.rescale(updates, self.coordinator, self.model, self.count)
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh."""
