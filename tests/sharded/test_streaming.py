@@ -195,7 +195,10 @@ def lopsided(rank: int, how: str) -> tuple[bool, list[float], list[float]]:
                     optimizer.zero_grad()
             optimizer.step()
             kept = [s.running["G"] for s in optimizer.layers if s.running["G"].sum is not None]
-            found = torch.tensor([[float(g.count), float(g.mean().trace())] for g in kept]).sum(0)
+            found = torch.zeros(2)
+            for one in kept:
+                mean = one.mean()
+                found += torch.tensor([float(one.count), 0.0 if mean is None else mean.trace()])
             dist.all_reduce(found)
             counts.append(float(found[0]))
             means.append(float(found[1]))

@@ -112,7 +112,8 @@ class Distributed(Coordinator):
     def overview(self, states: Sequence[LayerState]) -> Overview:
         """What the summary says of ranks."""
         direct = self.rounds.early.direct
-        return overview(self.layout, states, direct, self.ownership.message_bytes)
+        streams = self.rounds.stream is not None
+        return overview(self.layout, states, direct, self.ownership.message_bytes, streams)
 
     def compare_samples(self, samples: int) -> None:
         """Let all ranks know how many samples of a step each of them has."""

@@ -81,7 +81,7 @@ class Stream:
         #: What has stood for N, and by layer when outputs were cleared last.
         self.divisor: float | Tensor | None = None
         self.generations: dict[LayerState, int] = {}
-        #: By statistic, the passes of which something has left.
+        #: By statistic, the passes of which something has left before the step.
         self.covered: dict[str, set[Pass]] = {}
 
     def begin(self, moment: Moment) -> StreamPlan:
@@ -197,7 +197,8 @@ class Stream:
         self.divisor = divisor
         self.generations[state] = pending.generations["output"]
         value = pending.leave(name, divisor)
-        self.covered.setdefault(key, set()).update(pending.finite)
+        if not self.blocking:
+            self.covered.setdefault(key, set()).update(pending.finite)
         return value
 
     def _is_patient(self) -> bool:
