@@ -55,7 +55,7 @@ def land(stream: Stream, moment: Moment, normalizer: Normalizer) -> dict[str, in
     samples = normalizer.scale(1)
     found = _agree(stream, plan, samples)
     if found.drops:
-        stream.void, stream.holds_outputs = found.launched, True
+        stream.void["output"], stream.holds_outputs = found.launched, True
     stream.divisor = samples / (found.ratio or 1.0)
     _catch_up(stream, plan, found.launched)
     stream.holds_outputs = False
@@ -94,12 +94,13 @@ def _agree(stream: Stream, plan: StreamPlan, samples: float | Tensor) -> Agreeme
     world, groups = stream.layout.world, groups_of(stream.layout.units)
     sent = stream.divisor is not None
     ratio = _ratio(stream, samples)
-    void = float(stream.void)
+    void = float(stream.void["output"])
     numbers = [float(stream.launched), float(sent), void, -void]
     numbers += [float(_has_content(plan, keys)) for keys in plan.messages]
     numbers += [float(bool(group.sightings)) for group in groups]
-    ratios = torch.stack([ratio, -ratio]) if ratio is not None else torch.full((2,), -math.inf)
-    here = torch.cat([torch.tensor(numbers, dtype=torch.float64), ratios.to("cpu", torch.float64)])
+    ratios = torch.full((2,), -math.inf) if ratio is None else torch.stack([ratio, -ratio])
+    pieces = [torch.tensor(numbers, dtype=torch.float64), ratios]
+    here = torch.cat([one.to(world.device, torch.float64) for one in pieces])
     launched, sent_any, most, least, *flags, high, low = world.total(
         here, dist.ReduceOp.MAX
     ).tolist()
@@ -120,7 +121,7 @@ def _ratio(stream: Stream, samples: float | Tensor) -> Tensor | None:
     if not stream.moment.passes:
         return None
     divisor = stream.moment.divisor() if stream.divisor is None else stream.divisor
-    divided = next((s.pending.divided for s in stream.generations), None)
+    divided = next((state.pending.divided for state in stream.layout.units), None)
     if divisor is None:
         return None
     found = torch.as_tensor(samples, dtype=torch.float64) / divisor

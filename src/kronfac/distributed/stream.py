@@ -66,9 +66,11 @@ class Stream:
         #: How many messages have left, and which of the cycle is next.
         self.launched = self._next = 0
         self._flying: deque[tuple[int, Bucket]] = deque()
-        #: What has arrived here, by statistic; of outputs, from this message on.
+        #: What has arrived here, by statistic, from which message of each side on.
         self.arrived: dict[str, Tensor] = {}
-        self.void = 0
+        self.void = {"input": 0, "output": 0}
+        #: By side, a layer of which something has left, and when it was cleared last.
+        self._generations: dict[str, tuple[LayerState, int]] = {}
         self._now, self._again = Marks(), Marks()
         #: When each statistic was complete for the first time.
         self.sequence: dict[str, int] = {}
@@ -78,9 +80,8 @@ class Stream:
         self._forget_outputs()
 
     def _forget_outputs(self) -> None:
-        #: What has stood for N, and by layer when outputs were cleared last.
+        #: What has stood for N.
         self.divisor: float | Tensor | None = None
-        self.generations: dict[LayerState, int] = {}
         #: By statistic, the passes of which something has left before the step.
         self.covered: dict[str, set[Pass]] = {}
 
@@ -104,10 +105,9 @@ class Stream:
         plan = self.begin(moment)
         while self._flying and self._flying[0][1].done:
             self._land_next()
-        if source == "output":
-            self.notice_cleared()
-            if moment.divisor() is None:
-                return
+        self.notice_cleared()
+        if source == "output" and moment.divisor() is None:
+            return
         for name, running in state.running.items():
             key = self.layout.key(state, name)
             if running.statistic.source == source and key in plan.slots:
@@ -140,16 +140,18 @@ class Stream:
         self._next, self._now, self._again = 0, self._again, Marks()
 
     def notice_cleared(self) -> None:
-        """Give up outputs that have left and that ``zero_grad`` has cleared since."""
-        first = next(iter(self.generations.items()), None)
-        if first is None or first[0].pending.generations["output"] == first[1]:
-            return
-        assert self.plan is not None
-        slots, self.void = self.plan.slots, self.launched
-        for held in (self.arrived, self._left_at):
-            for key in [key for key in held if slots[key].source == "output"]:
-                del held[key]
-        self._forget_outputs()
+        """Give up what has left and was cleared since: outputs by ``zero_grad``, all by a failed step."""
+        for source, (state, generation) in list(self._generations.items()):
+            if state.pending.generations[source] == generation:
+                continue
+            assert self.plan is not None
+            del self._generations[source]
+            slots, self.void[source] = self.plan.slots, self.launched
+            for held in (self.arrived, self._left_at):
+                for key in [key for key in held if slots[key].source == source]:
+                    del held[key]
+            if source == "output":
+                self._forget_outputs()
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -184,8 +186,8 @@ class Stream:
         state, name, source, pending = slot.state, slot.name, slot.source, slot.state.pending
         if slot.is_lent or name not in pending.sums:
             return None
-        self._left_at[key] = pending.versions[source]
         if source == "input":
+            self._note_left(key, state, source)
             return pending.leave(name, 1.0)
         assert self.moment is not None
         divisor = self.moment.divisor() if self.divisor is None else self.divisor
@@ -195,11 +197,15 @@ class Stream:
         if divisor is None or self.holds_outputs or (len(sizes) > 1 and not self.blocking):
             return None
         self.divisor = divisor
-        self.generations[state] = pending.generations["output"]
+        self._note_left(key, state, source)
         value = pending.leave(name, divisor)
         if not self.blocking:
             self.covered.setdefault(key, set()).update(pending.finite)
         return value
+
+    def _note_left(self, key: str, state: LayerState, source: str) -> None:
+        self._left_at[key] = state.pending.versions[source]
+        self._generations.setdefault(source, (state, state.pending.generations[source]))
 
     def _is_patient(self) -> bool:
         """Wait until the oldest message has arrived; false if that takes too long.
@@ -228,7 +234,7 @@ class Stream:
         number, bucket = self._flying.popleft()
         bucket.wait()
         for key, total in bucket.sums().items():
-            if number < self.void and self.plan.slots[key].source == "output":
+            if number < self.void[self.plan.slots[key].source]:
                 continue
             if key in self.arrived:
                 self.arrived[key].add_(total)
