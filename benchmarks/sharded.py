@@ -1,6 +1,6 @@
 """K-FAC on a sharded Llama-style model: time and bytes per step on slow links, and a plan for large ones.
 
-    python benchmarks/sharded.py [--rates 500mbit unlimited] [--ranks 4] [--rounds 5] [--quick]
+    python benchmarks/sharded.py [--rates 500mbit unlimited] [--ranks 4] [--rounds 4] [--quick]
     python benchmarks/sharded.py --plan
 
 Four ranks on four hosts (network namespaces, see `_hosts.py`; without root they share the loopback)
@@ -284,7 +284,7 @@ def main() -> None:
         "--rates", nargs="+", default=["500mbit", UNLIMITED], help="as tc writes them"
     )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, one rate; nothing is written"
     )

@@ -141,7 +141,23 @@ def train(model: nn.Module, optimizer: Any, how: str, pieces: list[int]) -> None
             (loss / count).backward()
             if then and index == skipped - 1:
                 optimizer.zero_grad()
+        if how == "failed" and number == 1:
+            fail(optimizer)
+        else:
+            optimizer.step()
+
+
+def fail(optimizer: Any) -> None:
+    """A step that ends with an error before statistics have arrived."""
+
+    def land(normalizer: Any) -> None:
+        raise RuntimeError("in the midst of a step")
+
+    coordinator = optimizer._preconditioner.coordinator
+    coordinator.land = land
+    with pytest.raises(RuntimeError, match="in the midst"):
         optimizer.step()
+    del coordinator.land
 
 
 def optimizer_of(model: nn.Module) -> Any:
@@ -163,7 +179,7 @@ def on_rank(rank: int, how: str) -> dict[str, Tensor]:
         return whole_parameters(model)
 
 
-HOWS = ["plain", "skipped", "parted", "unused", "growing"]
+HOWS = ["plain", "skipped", "parted", "unused", "growing", "failed"]
 
 
 @pytest.mark.parametrize("how", HOWS)
