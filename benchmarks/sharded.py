@@ -1,12 +1,14 @@
 """K-FAC on a sharded Llama-style model: time and bytes per step on slow links, and a plan for large ones.
 
-    python benchmarks/sharded.py [--rates 500mbit unlimited] [--ranks 4] [--rounds 5] [--quick]
+    python benchmarks/sharded.py [--rates 500mbit unlimited] [--ranks 4] [--rounds 4] [--quick]
     python benchmarks/sharded.py --plan
 
 Four ranks on four hosts (network namespaces, see `_hosts.py`; without root they share the loopback)
-train a decoder of 13 million parameters with FSDP2. Variants take turns block by block, each with its
-own copy of the model; a block is ten steps, one of them a factor step, and its time is that of the
-slowest rank.
+train a decoder of 13 million parameters with FSDP2. Variants take turns, each with its own copy of the
+model: in a round each makes two ordinary steps, and K-FAC one that takes statistics and one that solves
+as well. A step takes as long as the slowest rank. Of a hundred steps at `factor_every=10,
+refresh_every=100` nine take statistics only, one solves, and ninety do neither; from that comes the time
+of a step. Rates that are in the results are not measured again (`--again` does).
 
 - AdamW: FSDP2 and nothing else.
 - K-FAC: over SGD, `factor_every=10, refresh_every=100`; parts of gradients visit the owners of layers.
@@ -28,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -36,23 +39,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import machine_line, table, write_json
+from _common import machine_line, read_json, table, write_json
 from _hosts import UNLIMITED, make_hosts, missing
 from _llama import PUBLISHED, Llama, Shape
 from torch.distributed.fsdp import fully_shard
 
 import kronfac
-from kronfac.distributed.row_local import budget
+from kronfac.distributed.sharded.row_local import budget
 
 SHAPE = Shape(width=384, layers=6, key_width=192, hidden=1024, words=4096)
 TINY = Shape(width=64, layers=2, key_width=32, hidden=128, words=128)
-BATCH, LENGTH, BLOCK = 2, 64, 10  # samples per rank, tokens, steps
+BATCH, LENGTH = 2, 64  # samples per rank, tokens
 ADAMW, KFAC, SLICED, GATHERED = "AdamW", "K-FAC", "K-FAC, slices", "full_tensor()"
 JOB = "KRONFAC_SHARDED_JOB"
 #: Sides wider than this keep their diagonal, in the plan as in `kronfac.KFAC`.
 MAX_DIM = 8192
 #: Steps from one statistic, and from one solution, to the next.
 FACTOR_EVERY, REFRESH_EVERY = 10, 100
+NEVER = 10**6
+#: Intervals of statistics and solutions by which a step is of a kind.
+KINDS = {"ordinary": (NEVER, NEVER), "factor": (1, NEVER), "refresh": (1, 1)}
+#: The share of FSDP2's time that K-FAC may take, and of its bytes on P ranks, times P.
+TIME_GOAL, BYTES_GOAL = 0.10, 2 / 3
 WORLDS = (8, 64, 512)
 GIGA = 1e9
 
@@ -84,27 +92,38 @@ class Variant:
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         if name in (KFAC, SLICED):
             base = torch.optim.SGD(self.model.parameters(), lr=0.02)
-            options: dict[str, Any] = {"factor_every": BLOCK, "refresh_every": REFRESH_EVERY}
-            options["early_refresh"] = False
+            options: dict[str, Any] = {"early_refresh": False}
             if name == SLICED:
                 options |= {"rescale": "graft", "max_dim": shape.width}
             self.optimizer = kronfac.KFAC(
                 self.model, base, momentum=0.9, nesterov=True, loss_average="token", **options
             )
+        self.kinds = [*KINDS] if name in (KFAC, SLICED) else ["ordinary"]
+        #: By kind, seconds of each step, and bytes that K-FAC has sent in them.
+        self.seconds: dict[str, list[float]] = {kind: [] for kind in self.kinds}
+        self.sent: dict[str, Counter[str]] = {kind: Counter() for kind in self.kinds}
 
-    def block(self) -> float:
-        """Seconds of ten steps."""
+    def take_turn(self) -> None:
+        """Two ordinary steps, and one of each other kind."""
+        for kind in ["ordinary", *self.kinds]:
+            before = self.traffic()
+            self.seconds[kind].append(self.step(kind))
+            self.sent[kind].update({key: n - before[key] for key, n in self.traffic().items()})
+
+    def step(self, kind: str) -> float:
+        """Seconds of one step."""
+        if self.name in (KFAC, SLICED):
+            self.optimizer.factor_every, self.optimizer.refresh_every = KINDS[kind]
         dist.barrier()
         started = time.perf_counter()
-        for _ in range(BLOCK):
-            tokens = torch.randint(self.shape.words, (BATCH, LENGTH + 1))
-            self.optimizer.zero_grad()
-            scores = self.model(tokens[:, :-1])
-            F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            if self.name == GATHERED:
-                for parameter in self.model.parameters():
-                    parameter.grad.full_tensor()
-            self.optimizer.step()
+        tokens = torch.randint(self.shape.words, (BATCH, LENGTH + 1))
+        self.optimizer.zero_grad()
+        scores = self.model(tokens[:, :-1])
+        F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        if self.name == GATHERED:
+            for parameter in self.model.parameters():
+                parameter.grad.full_tensor()
+        self.optimizer.step()
         seconds = torch.tensor([time.perf_counter() - started])
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)
@@ -112,8 +131,44 @@ class Variant:
     def traffic(self) -> dict[str, int]:
         """Bytes that K-FAC has sent so far, by phase."""
         if self.name not in (KFAC, SLICED):
-            return {"spread": 0, "reduce": 0}
-        return {name: self.optimizer.stats()["sent"][name] for name in ("spread", "reduce")}
+            return {}
+        return {
+            name: self.optimizer.stats()["sent"][name] for name in ("spread", "reduce", "share")
+        }
+
+    def forget(self) -> None:
+        """Leave out what was measured so far."""
+        for kind in self.kinds:
+            self.seconds[kind].clear()
+            self.sent[kind].clear()
+
+    def row(self) -> dict[str, Any]:
+        """Milliseconds, and megabytes of each phase, of a step."""
+        per_step = {kind: statistics.median(values) for kind, values in self.seconds.items()}
+        ordinary = per_step["ordinary"]
+        solved, taken = per_step.get("refresh", ordinary), per_step.get("factor", ordinary)
+        share, often = 1 / REFRESH_EVERY, 1 / FACTOR_EVERY
+        mean = share * solved + (often - share) * taken + (1 - often) * ordinary
+        sent = [
+            self._sent("ordinary", "spread"),
+            self._sent("factor", "reduce") * often,
+            self._sent("refresh", "share") * share,
+        ]
+        total = torch.tensor(sent)
+        dist.all_reduce(total)
+        gradients, statistic, solutions = (total / dist.get_world_size()).tolist()
+        return {
+            "ms": 1e3 * mean,
+            "kinds": {kind: 1e3 * value for kind, value in per_step.items()},
+            "all_ms": {kind: [1e3 * one for one in own] for kind, own in self.seconds.items()},
+            "exchange": gradients,
+            "statistics": statistic,
+            "solutions": solutions,
+        }
+
+    def _sent(self, kind: str, phase: str) -> float:
+        """Bytes of a phase in a step of a kind."""
+        return self.sent[kind][phase] / len(self.seconds[kind]) if kind in self.sent else 0.0
 
 
 def rank_main(job: Mapping[str, Any]) -> None:
@@ -123,26 +178,12 @@ def rank_main(job: Mapping[str, Any]) -> None:
     shape = Shape(**job["shape"])
     variants = [Variant(name, shape) for name in (ADAMW, KFAC, SLICED, GATHERED)]
     for variant in variants:
-        variant.block()  # first statistics and solutions, buffers, plans
-    before = {variant.name: variant.traffic() for variant in variants}
-    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        variant.take_turn()  # first statistics and solutions, buffers, plans
+        variant.forget()
     for _ in range(job["rounds"]):
         for variant in variants:
-            seconds[variant.name].append(variant.block())
-    steps = job["rounds"] * BLOCK
-    rows = {}
-    for variant in variants:
-        after = variant.traffic()
-        sent = {name: (after[name] - before[variant.name][name]) / steps for name in after}
-        mean = torch.tensor([sent["spread"], sent["reduce"]])
-        dist.all_reduce(mean)
-        spread, reduce = (mean / dist.get_world_size()).tolist()
-        rows[variant.name] = {
-            "ms": 1e3 * statistics.median(seconds[variant.name]) / BLOCK,
-            "all_ms": [1e3 * one / BLOCK for one in seconds[variant.name]],
-            "exchange": spread,
-            "statistics": reduce,
-        }
+            variant.take_turn()
+    rows = {variant.name: variant.row() for variant in variants}
     elements = sum(p.numel() for p in variants[0].model.parameters())
     size = dist.get_world_size()
     rows[GATHERED]["exchange"] = 4 * elements * (size - 1) / size
@@ -172,16 +213,17 @@ def show(rate: str, ranks: int, found: Mapping[str, Any]) -> None:
     rows = [
         (
             name,
-            f"{row['ms']:.0f}",
-            f"{row['ms'] / alone - 1:+.0%}",
+            *(f"{row['kinds'][kind]:.0f}" if kind in row["kinds"] else "" for kind in KINDS),
+            f"{row['ms'] / alone - 1:+.1%}",
             f"{row['exchange'] / 1e6:.2f}",
             f"{row['exchange'] / fsdp:.1%}",
             f"{row['statistics'] / 1e6:.2f}",
         )
         for name, row in found["rows"].items()
     ]
-    heads = ("", "ms a step", "over AdamW", "gradients MB", "of FSDP2's", "statistics MB")
-    print(table(heads, rows))
+    goals = ("goal", "", "", "", f"{TIME_GOAL:+.1%}", "", f"{BYTES_GOAL / ranks:.1%}", "")
+    heads = ("", "ms", "factor", "refresh", "at 10/100", "MB", "of FSDP2's", "stat. MB")
+    print(table(heads, [*rows, goals]))
 
 
 def planned(shape: Shape, ranks: int, orthogonal: bool) -> dict[str, float]:
@@ -229,29 +271,46 @@ def plan() -> None:
         )
 
 
+def stored(ranks: int, shape: Shape) -> dict[str, Any]:
+    """Rates that have been measured, if with these ranks and this model."""
+    known = read_json("sharded")
+    alike = (known.get("ranks"), known.get("shape")) == (ranks, vars(shape))
+    return dict(known["rates"]) if alike else {}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure rate by rate; what is there is kept if a later one fails."""
+    quick, ranks = arguments.quick, arguments.ranks
+    shape, rounds = (TINY, 1) if quick else (SHAPE, arguments.rounds)
+    results = {} if quick or arguments.again else stored(ranks, shape)
+    why = missing()
+    if why:
+        print(why)
+    rates = [UNLIMITED] if why else arguments.rates
+    for rate in rates[:1] if quick else rates:
+        if rate not in results:
+            results[rate] = measure(rate, ranks, rounds, shape)
+            if not quick:
+                write_json("sharded", {"ranks": ranks, "shape": vars(shape), "rates": results})
+        show(rate, ranks, results[rate])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rates", nargs="+", default=["500mbit", UNLIMITED], help="as tc writes them"
     )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model; nothing is written")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, one rate; nothing is written"
+    )
+    parser.add_argument("--again", action="store_true", help="measure all rates again")
     parser.add_argument("--plan", action="store_true", help="computed numbers only")
     arguments = parser.parse_args()
     if not arguments.plan:
         print(machine_line())
-        why = missing()
-        if why:
-            print(why)
-            arguments.rates = [UNLIMITED]
-        results = {}
-        for rate in [UNLIMITED] if arguments.quick else arguments.rates:
-            shape, rounds = (TINY, 1) if arguments.quick else (SHAPE, arguments.rounds)
-            results[rate] = measure(rate, arguments.ranks, rounds, shape)
-            show(rate, arguments.ranks, results[rate])
-        if not arguments.quick:
-            write_json("sharded", {"ranks": arguments.ranks, "rates": results})
+        run(arguments)
     plan()
 
 

@@ -114,7 +114,7 @@ def test_it_is_really_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_layers_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kronfac.step.batching.MAX_ELEMENTS", 19)
-    monkeypatch.setattr("kronfac.distributed.together.MAX_ELEMENTS", 0)
+    monkeypatch.setattr("kronfac.distributed.solving.together.MAX_ELEMENTS", 0)
     model = Twins()
     optimizer = kfac(model)
     train(model, optimizer, range(1))

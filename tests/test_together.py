@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac.distributed.together import all_finite
+from kronfac.distributed.solving.together import all_finite
 from kronfac.layers.linear import LinearLayer
 from kronfac.layers.parameter_view import ParameterView
 from kronfac.layers.stacks import places, stacked_gradients, write
@@ -38,7 +38,7 @@ def test_batches_give_what_layers_give_alone(
         return parameters(one)
 
     together = run()
-    monkeypatch.setattr("kronfac.distributed.together.MAX_ELEMENTS", 0)
+    monkeypatch.setattr("kronfac.distributed.solving.together.MAX_ELEMENTS", 0)
     assert_close(together, run())
 
 

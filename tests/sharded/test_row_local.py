@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import kronfac
-from kronfac.distributed import row_local
-from kronfac.distributed.row_local import FREE_ELEMENTS, budget
+from kronfac.distributed.sharded import row_local
+from kronfac.distributed.sharded.row_local import FREE_ELEMENTS, budget
 from kronfac.layers.shards import local
 from tests.distributed.equivalence import alone, assert_near, case, double_precision
 from tests.distributed.models import Gated

@@ -181,6 +181,10 @@ class Coordinator(ABC):
         """Make the gradients of sharded parameters whole where their layers are worked on."""
 
     @abstractmethod
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """Leave what ranks have observed since the last step with those who keep it, if that is due."""
+
+    @abstractmethod
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Look at what has been observed until the step, before it is folded and forgotten."""
 

@@ -28,7 +28,7 @@ from kronfac.distributed.parameter_owners import Ownership
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.rounds import Rounds
 from kronfac.distributed.shard_exchange import ShardExchange
-from kronfac.distributed.sharding import Sharding
+from kronfac.distributed.sharded.sharding import Sharding
 from kronfac.distributed.spread import Spreading
 from kronfac.distributed.workload import Intervals
 from kronfac.layers.shards import is_whole, settle_gradient
@@ -112,7 +112,8 @@ class Distributed(Coordinator):
     def overview(self, states: Sequence[LayerState]) -> Overview:
         """What the summary says of ranks."""
         direct = self.rounds.early.direct
-        return overview(self.layout, states, direct, self.ownership.message_bytes)
+        streams = self.rounds.stream is not None
+        return overview(self.layout, states, direct, self.ownership.message_bytes, streams)
 
     def compare_samples(self, samples: int) -> None:
         """Let all ranks know how many samples of a step each of them has."""
@@ -220,6 +221,10 @@ class Distributed(Coordinator):
         self.ownership.spread_weights()
 
     # --- the phases of a step -------------------------------------------------------------------
+
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """Let statistics arrive that have left during the passes, and send off the rest of them."""
+        self.rounds.land(normalizer)
 
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Look at what has been observed until the step, before it is folded and forgotten."""
@@ -350,6 +355,7 @@ class Distributed(Coordinator):
                 "scheme": str(self.settings.scheme),
                 "placement": self.layout.placed.to_json(),
                 "groups": self.rounds.plan.groups,
+                "stream": self.rounds.learned,
                 "samples": self._samples,
             }
         )
@@ -371,6 +377,7 @@ class Distributed(Coordinator):
         self._samples = saved.get("samples", []) if alike else []
         if self._adopts(saved, holds_all):
             self.rounds.plan.groups = saved["groups"]
+            self.rounds.learned = saved.get("stream")
             self.rounds.buckets.clear()
         self.ownership.assign(states, groups)
 

@@ -10,8 +10,8 @@ from typing import Any
 from kronfac.distributed.calibrate import measure_compute, measure_link
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.distributed.row_local import local_slices
-from kronfac.distributed.sharding import Sharding
+from kronfac.distributed.sharded.row_local import local_slices
+from kronfac.distributed.sharded.sharding import Sharding
 from kronfac.distributed.workload import Intervals, unit_of
 from kronfac.layers.slices import Slice
 from kronfac.placement.costs import Compute, LayerUnit, Link
@@ -38,6 +38,8 @@ class Layout:
         self.names: dict[LayerState, str] = {}
         #: Of layers that all ranks work on, the slices that are here.
         self._slices: dict[LayerState, Slice] = {}
+        #: By statistic, the rank that keeps it.
+        self._keepers: dict[str, int] = {}
         self._link: Link | None = None
         self._refresh_every = 1
 
@@ -158,7 +160,10 @@ class Layout:
         for state in self.units:
             state.is_worker = self.works_on(state)
             state.observed = state.is_worker or not self.is_local
-            kept = [name for name in state.running if self._keeps(state, name, next(index))]
+            for name in state.running:
+                key = self.own_key(state, name)
+                self._keepers[key] = placement.keeper(self.units[state], key, next(index))
+            kept = [name for name in state.running if self._keeps(state, name)]
             state.kept = frozenset(kept)
         for state in self.units:  # what layers have in common is kept where it is first kept
             shared = {
@@ -169,13 +174,16 @@ class Layout:
             own = [name for name in state.kept or () if name not in shared]
             state.kept = frozenset([*own, *(n for n, one in shared.items() if one.keeps(n))])
 
-    def _keeps(self, state: LayerState, name: str, index: int) -> bool:
+    def _keeps(self, state: LayerState, name: str) -> bool:
         if self.is_local:
             return state.is_worker
         if state.running[name].statistic.is_replicated:
             return state.is_worker
-        keeper = self.placed.keeper(self.units[state], self._own_key(state, name), index)
-        return keeper == self.world.rank
+        return self._keepers[self.own_key(state, name)] == self.world.rank
+
+    def keeper(self, state: LayerState, name: str) -> int:
+        """The rank that keeps a statistic, which layers may share."""
+        return self._keepers[self.key(state, name)]
 
     def copies(self, state: LayerState, statistic: Statistic) -> int:
         """How many ranks hold the same sum: gradients and weights are seen where they are worked on."""
@@ -242,9 +250,10 @@ class Layout:
 
     def key(self, state: LayerState, name: str) -> str:
         """The name of one of a layer's tensors, unique in the model; layers may share a tensor."""
-        return self._own_key(state.lender(name), name)
+        return self.own_key(state.lender(name), name)
 
-    def _own_key(self, state: LayerState, name: str) -> str:
+    def own_key(self, state: LayerState, name: str) -> str:
+        """The same, also where it is shared with another layer."""
         return f"{self.names[state]}/{name}"
 
     def works_on(self, state: LayerState) -> bool:
@@ -269,7 +278,7 @@ class Layout:
         shared = group is not None and name in group.statistics
         found: set[int] = set()
         for one in group.members if group is not None and shared else [state]:
-            needs = self.placed.needs(self.units[one], self._own_key(one, name))
+            needs = self.placed.needs(self.units[one], self.own_key(one, name))
             if needs is None:
                 return None
             found |= set(needs)
@@ -282,7 +291,7 @@ class Layout:
 
     def statistic_bytes(self, state: LayerState, name: str) -> int:
         """Bytes of a statistic in a message."""
-        key = self._own_key(state, name)
+        key = self.own_key(state, name)
         return next(one.bytes for one in self.units[state].statistics if one.key == key)
 
     def fits(self, placement: Placement) -> bool:

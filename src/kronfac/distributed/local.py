@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kronfac.capture import broadcast
 from kronfac.distributed.comm.traffic import Traffic
 from kronfac.distributed.coordinator import Coordinator, Now, ParamGroups, Solved
-from kronfac.distributed.layer_solve import solve_layers
-from kronfac.distributed.means import Read, own_means, read_statistics
 from kronfac.distributed.reduce import Moment
+from kronfac.distributed.solving.layer_solve import solve_layers
+from kronfac.distributed.solving.means import Read, own_means, read_statistics
 from kronfac.distributed.workload import Intervals
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
@@ -117,6 +117,9 @@ class Local(Coordinator):
 
     def collect(self, states: Sequence[LayerState]) -> None:
         """Gradients are whole."""
+
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """All of it is here."""
 
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Pass, Any]) -> None:
         """Nothing has left that could be incomplete."""

@@ -20,28 +20,33 @@ class Overview:
         line: who they are and how they share out the work.
         owners: by layer, who solves it.
         message_bytes: memory that is kept for messages on this rank, at most.
+        unit_bytes: of the largest layer's statistics, if these leave during the passes, a few at a time.
     """
 
     line: str
     owners: Mapping[LayerState, str]
     message_bytes: int
+    unit_bytes: int | None = None
 
 
 def overview(
-    layout: Layout, states: Sequence[LayerState], direct: bool, weight_bytes: int
+    layout: Layout, states: Sequence[LayerState], direct: bool, weight_bytes: int, streams: bool
 ) -> Overview:
     """Look at several ranks.
 
     ``direct`` says whether statistics are sent to one rank as they are, ``weight_bytes`` what messages of
-    weights need.
+    weights need, ``streams`` whether statistics leave during the passes.
     """
+    unit = max((state.observed_bytes for state in states), default=0) if streams else None
     sizes = [_statistics(layout, state, direct) for state in states if not layout.is_local]
+    sizes = sizes if unit is None else [unit // 2]  # two messages of half a unit, of triangles
     if layout.spreads:
         sizes += [_gradient(layout, state) for state in states if layout.slice_of(state) is None]
     return Overview(
         line=_line(layout),
         owners={state: solved_by(layout, state) for state in states},
         message_bytes=sum(sizes) + weight_bytes,
+        unit_bytes=unit,
     )
 
 

@@ -8,7 +8,8 @@ left is a copy, and if any rank observes more of it before the step, all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ class Moment:
     passes: Mapping[Pass, Any]
     #: ``None`` as long as it is not known what the loss is divided by.
     normalizer: Callable[[], Normalizer | None]
+    #: What stands for N in statistics that leave for good; ``None`` if nothing can.
+    divisor: Callable[[], float | Tensor | None]
+    #: Whether N is likely to be the same multiple of that on all ranks.
+    proportional: bool = True
 
 
 class Round:
@@ -87,8 +92,11 @@ class Round:
         self.shards: dict[str, list[int]] = {}
         self._newest: dict[str, float] = {}
         self._compressed = False
+        #: Statistics that are whole at the one rank that needs them, in parts that are solved in turn.
+        self.landed = self._in_turn([key for key in self.sources if self._is_landed(rounds, key)])
         #: What is there, or is gathered, when counts have been added up, and needs no bucket.
-        self.unbucketed = frozenset([*self.gathered, *self.replicated])
+        landed = [key for keys in self.landed for key in keys]
+        self.unbucketed = frozenset([*self.gathered, *self.replicated, *landed])
         self._sent: dict[str, Seen] = {}
         self._waiting: list[str] = []
         self.counts: dict[str, float] = {}
@@ -101,6 +109,42 @@ class Round:
             wire = self.layout.settings.wire_dtype
             rounds.buckets[items] = make_buckets(items, rounds.early, wire)
         self.reduction = Reduction(rounds.buckets[items])
+
+    def _is_landed(self, rounds: Rounds, key: str) -> bool:
+        state, name = self.sources[key]
+        root = self.layout.root(state, name)
+        return root is not None and rounds.is_whole(state, name, root)
+
+    def _in_turn(self, keys: Sequence[str]) -> list[list[str]]:
+        """Statistics of which each rank has about as many as the largest layer has."""
+        sizes: dict[str, int] = {}
+        largest: dict[LayerState, int] = {}
+        for key in keys:
+            state, name = self.sources[key]
+            sizes[key] = math.prod(state.running[name].statistic.shape)
+            largest[state] = largest.get(state, 0) + sizes[key]
+        limit = max(largest.values(), default=0) * self.layout.world.size
+        groups: list[list[str]] = []
+        total = 0
+        for key in keys:
+            if not groups or total + sizes[key] > limit:
+                groups.append([])
+                total = 0
+            groups[-1].append(key)
+            total += sizes[key]
+        return groups
+
+    @property
+    def early_stages(self) -> int:
+        """How many parts of :meth:`finish` come before the first bucket."""
+        return len(self.landed) + (1 if self.gathered or self.replicated else 0)
+
+    def stage_of(self, key: str) -> int:
+        """With which part of :meth:`finish` a statistic arrives."""
+        if key not in self.unbucketed:
+            return self.early_stages + self.reduction.bucket_of(key)
+        first = self.early_stages - len(self.landed)
+        return next((first + n for n, keys in enumerate(self.landed) if key in keys), 0)
 
     def _item(self, key: str) -> Item:
         state, name = self.sources[key]
@@ -212,8 +256,10 @@ class Round:
     def _arrivals(self, compress: Compress | None) -> Iterator[Mapping[str, Tensor]]:
         at_once = self._gather_all(compress) if self.gathered else {}
         at_once |= {key: own for key in self.replicated if (own := self._sum(key)) is not None}
-        if self.unbucketed:
+        if self.gathered or self.replicated:
             yield at_once
+        for keys in self.landed:
+            yield {key: own for key in keys if (own := self._sum(key)) is not None}
         yield from self.reduction.arrivals()
 
     def _gather_all(self, compress: Compress | None) -> dict[str, Tensor]:

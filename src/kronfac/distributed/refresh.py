@@ -17,8 +17,8 @@ from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.coordinator import Now
-from kronfac.distributed.layer_solve import Work, solve_parts, takers
 from kronfac.distributed.layout import Layout
+from kronfac.distributed.solving.layer_solve import Work, solve_parts, takers
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
@@ -40,6 +40,7 @@ class Solving:
         self.outlines: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self.missing = dict.fromkeys(due, False)
         self.failed = dict.fromkeys(due, False)
+        self._solved: set[Work] = set()
         self._local: dict[LayerState, dict[str, Tensor]] = {state: {} for state in due}
         self._messages: list[Broadcast | Bucket] = []
         #: By part that several layers share, the layers that take what one of them has solved.
@@ -58,8 +59,19 @@ class Solving:
             with self.phases("reduce"):
                 next(arrivals, None)
             self._solve_stage(stage)
+            self._forget_means(stage)
         for _ in arrivals:
             pass
+
+    def _forget_means(self, stage: Sequence[Work]) -> None:
+        """Free the means that no part still needs."""
+        for state, part in stage:
+            self._solved.add((state, part))
+            left = [one for one in self.due[state] if (state, one) not in self._solved]
+            needed = {name for one in left for name in state.block.parts[one].statistics}
+            for name in state.block.parts[part].statistics:
+                if name not in needed:
+                    self.means[state].pop(name, None)
 
     def outcome(self) -> dict[LayerState, dict[str, Tensor] | None]:
         """Wait for solutions on their way, and return those on which all ranks agree, by layer.

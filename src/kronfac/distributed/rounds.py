@@ -11,11 +11,15 @@ from torch import Tensor
 from kronfac.distributed.comm.buckets import Bucket
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.comm.plan import Plan
+from kronfac.distributed.landing import abandon, land
 from kronfac.distributed.layout import Layout
 from kronfac.distributed.reduce import Compress, Moment, Round
+from kronfac.distributed.stream import Stream
+from kronfac.distributed.stream_plan import Learned
 from kronfac.state.input_group import InputGroup
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
+from kronfac.statistics.normalizer import Normalizer
 
 
 class Rounds:
@@ -31,6 +35,11 @@ class Rounds:
         self.early = (
             world.collectives(range(world.size), "early") if settings.overlap else world.all
         )
+        #: Statistics that leave for good during the passes, where no rank has memory for all of them.
+        streams = settings.overlap and layout.sharding is not None
+        self.stream = Stream(layout, self.early) if streams else None
+        #: By statistic, the rank where its sum is whole.
+        self._whole: dict[str, int] = {}
         #: Memory of messages, kept from one round to the next.
         self.buckets: dict[tuple[tuple[Item, ...], ...], list[Bucket]] = {}
         #: Seconds in which this rank did nothing but wait for statistics.
@@ -47,9 +56,22 @@ class Rounds:
         """Whether ranks have observed something since the last round."""
         return self._has_new_statistics and not self.layout.is_local
 
+    @property
+    def learned(self) -> dict[str, Any] | None:
+        """What earlier steps have shown of statistics that leave during the passes."""
+        return None if self.stream is None else self.stream.learned.to_json()
+
+    @learned.setter
+    def learned(self, saved: dict[str, Any] | None) -> None:
+        if self.stream is not None:
+            self.stream.learned = Learned(**saved) if saved else Learned()
+
     def restart(self) -> None:
         """Forget what is under way, after state was loaded on all ranks."""
         self.drain()
+        self._whole.clear()
+        if self.stream is not None:
+            abandon(self.stream, None if self._moment is None else self._moment())
         self._has_new_statistics, self.loaded = False, True
 
     def drain(self) -> None:
@@ -66,12 +88,14 @@ class Rounds:
         """Say which layers will be refreshed at the coming step."""
         if self._current is None:
             # After loading, ranks may differ until they have agreed at the next step.
-            self._expected = {} if self.loaded else coming()
+            self._expected = {} if self.loaded or self.stream is not None else coming()
             self._moment = moment
 
     def observed(self, state: LayerState, source: str) -> None:
         """Take note of a call that has been observed."""
         layout = self.layout
+        if self.stream is not None and self._moment is not None:
+            self.stream.observed(state, source, self._moment())
         if layout.is_local or not self._expected or not layout.settings.overlap:
             return
         if self.plan.groups is None:
@@ -85,6 +109,25 @@ class Rounds:
             self._current = Round(self, self._expected)
         if self._moment is not None:
             self._current.observed(state, source, self._moment())
+
+    def land(self, normalizer: Callable[[], Normalizer]) -> None:
+        """Leave what has been observed since the last step with its keepers, as far as it can leave."""
+        self._whole.clear()
+        if self.stream is None or self._moment is None:
+            return
+        if self.stream.off:
+            self.stream.off = False
+            return
+        started = time.perf_counter()
+        self._whole = land(self.stream, self._moment(), normalizer())
+        self.waited += time.perf_counter() - started
+
+    def is_whole(self, state: LayerState, name: str, rank: int) -> bool:
+        """Whether nothing of a statistic is elsewhere than at a rank."""
+        source = state.running[name].statistic.source
+        if source == "output" and state.broadcast:  # it is added up at the step
+            return False
+        return self._whole.get(self.layout.key(state, name)) == rank
 
     def before_fold(self, states: Sequence[LayerState], passes: Mapping[Any, Any]) -> None:
         """Look at what has been observed until the step, before it is folded and forgotten."""
@@ -156,6 +199,9 @@ class Rounds:
         """Add up all statistics at their keepers."""
         if self.layout.is_local:
             return
+        if self._all_whole(states):
+            self._has_new_statistics = False
+            return
         with self.phases("reduce"):
             self._stale = self._current is not None  # it holds what has not been folded yet
             current, arrivals = self.finish({s: tuple(s.block.shared_parts) for s in states})
@@ -164,9 +210,20 @@ class Rounds:
                 sums.update(arrived)
             self.close(current, sums)
 
+    def _all_whole(self, states: Sequence[LayerState]) -> bool:
+        """Whether each statistic is whole at its keeper."""
+        keeper = self.layout.keeper
+        return bool(self._whole) and all(
+            one.statistic.is_replicated or self.is_whole(state, name, keeper(state, name))
+            for state in states
+            for name, one in state.running.items()
+        )
+
     def decide_groups(self, current: Round) -> None:
         """After the first round, choose in which company statistics leave."""
         if not self.layout.settings.overlap or self.plan.groups is not None:
+            return
+        if self.stream is not None:
             return
         sources = current.sources
         keys = [key for key in sources if key not in current.unbucketed]

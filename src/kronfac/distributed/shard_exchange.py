@@ -4,7 +4,7 @@ A layer is worked on by one rank of each row, its *owner*. Before a step all ran
 their parts of the layer's gradients (*collect*), and after it they are sent what has become of them
 (*spread*): one uneven all-to-all each. What leaves a rank is its own parts of others' layers, and the
 others' parts of its own layers: ``2·N/P·(P-1)/P`` elements for N parameters on P ranks. Layers whose
-slices are worked on where they are (:mod:`kronfac.distributed.row_local`) have no part in it.
+slices are worked on where they are (:mod:`kronfac.distributed.sharded.row_local`) have no part in it.
 """
 
 from __future__ import annotations

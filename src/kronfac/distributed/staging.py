@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kronfac.distributed.coordinator import Now, Solved
-from kronfac.distributed.layer_solve import Work
 from kronfac.distributed.layout import Layout
-from kronfac.distributed.means import own_means, read_statistics
 from kronfac.distributed.reduce import Round
 from kronfac.distributed.refresh import Solving
 from kronfac.distributed.rounds import Rounds
+from kronfac.distributed.solving.layer_solve import Work
+from kronfac.distributed.solving.means import own_means, read_statistics
 from kronfac.state.layer_state import Due, LayerState
 
 
@@ -69,19 +69,15 @@ def _receive(
 
 def _stages(layout: Layout, current: Round) -> list[list[Work]]:
     """Which parts can be solved after which bucket has arrived."""
-    first = 1 if current.unbucketed else 0
-    stages: list[list[Work]] = [[] for _ in range(len(current.reduction.buckets) + first)]
+    count = current.early_stages + len(current.reduction.buckets)
+    stages: list[list[Work]] = [[] for _ in range(count)]
     for state, parts in current.due.items():
         for part in parts:
             described = state.block.parts[part]
             if described.after:
                 continue
             keys = [layout.key(state, name) for name in described.statistics]
-            last = max(
-                0 if key in current.unbucketed else first + current.reduction.bucket_of(key)
-                for key in keys
-            )
-            stages[last].append((state, part))
+            stages[max(map(current.stage_of, keys))].append((state, part))
     return stages
 
 

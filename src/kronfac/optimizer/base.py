@@ -22,7 +22,7 @@ from kronfac.capture.outputs import Outputs
 from kronfac.distributed.comm.process_group import ProcessGroup
 from kronfac.distributed.consistency import described, group_of, shape_of, uses_ddp, version
 from kronfac.distributed.distributed import Distributed
-from kronfac.distributed.sharding import Sharding, sharding_of
+from kronfac.distributed.sharded.sharding import Sharding, sharding_of
 from kronfac.layers.selection import outermost
 from kronfac.optimizer.base_steps import BaseSteps
 from kronfac.optimizer.binding import Binding

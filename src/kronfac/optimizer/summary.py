@@ -96,9 +96,10 @@ def _memory_lines(states: Sequence[LayerState], ranks: Overview | None) -> list[
         ]
     # What was observed since the last refresh waits on every rank, also where it is not kept.
     kept = sum(state.kept_bytes for state in observed)
+    waiting = 2 * peak - kept if ranks.unit_bytes is None else kept + ranks.unit_bytes
     return [
         f"Memory of this rank: {_bytes(total)} for statistics and solutions, and up to",
-        f"{_bytes(2 * peak - kept)} until statistics are added up over ranks, and "
+        f"{_bytes(waiting)} until statistics are added up over ranks, and "
         f"{_bytes(ranks.message_bytes)} for messages.",
         *(rows if row else ()),
     ]

@@ -62,6 +62,10 @@ class Pending:
         self.summed: dict[int, Summed] = {}
         self.shared_sums: dict[str, Tensor] = {}
         self.shared_count: Tensor | None = None
+        #: Sums and counts of all ranks that have arrived here, by statistic.
+        self.landed: dict[str, tuple[Tensor, Tensor]] = {}
+        #: What was taken out of output gradients after some of them may have left.
+        self.divided: Tensor | None = None
         self.gradients: Tensor | None = None
         self.dropped: Tensor | None = None
         #: By side; a step screens all layers at once, and whoever needs to know earlier does it alone.
@@ -150,8 +154,9 @@ class Pending:
         self.whole.clear()
         self.versions["input"] = 0
         self.generations["input"] = next(_generations)
-        for name in [name for name in self.sums if self._is_input(name)]:
-            del self.sums[name]
+        for held in (self.sums, self.landed):
+            for name in [name for name in held if self._is_input(name)]:
+                del held[name]
 
     def _is_input(self, name: str) -> bool:
         return self.block.statistics[name].source == "input"
@@ -305,6 +310,8 @@ class Pending:
         total, statistic = self.sums.get(name), self.block.statistics[name]
         if name in self.shared_sums and self.shared_count is not None:
             return self._with_shared(name, normalizer)
+        if name in self.landed:
+            return self.landed.pop(name)
         if total is None:
             return None
         if statistic.source == "input":
@@ -335,8 +342,34 @@ class Pending:
             return value.diagonal(dim1=-2, dim2=-1).sum()
         return value.sum()
 
+    def leave(self, name: str, divisor: float | Tensor) -> Tensor | None:
+        """Give away what has been observed of a statistic, if anything; what counts it stays here.
+
+        Output statistics are multiplied as if ``divisor`` were N.
+        """
+        self.screen("input", "output")
+        total, statistic = self.sums.pop(name, None), self.block.statistics[name]
+        if total is None or statistic.source == "input":
+            return total
+        scale = divisor**statistic.degree
+        fits = self._size(name, total).abs() * scale < largest_sum(total.dtype)
+        if self.dropped is not None:
+            self.dropped = self.dropped + ~fits
+        newest = next(reversed(self.finite))
+        self.finite[newest] = self.finite[newest] & fits
+        return total.mul_(fits.to(total.dtype) * scale)
+
+    def count(self, name: str, normalizer: Normalizer, without: Collection[Pass]) -> Tensor | None:
+        """What has been counted of a statistic, but for some passes; ``None`` if nothing."""
+        self.screen("input", "output")
+        if self._is_input(name):
+            return self.rows
+        finite = {one: flag for one, flag in self.finite.items() if one not in without}
+        return normalizer.count(finite, self.shares()) if finite else None
+
     def divide_outputs(self, scale: Tensor) -> None:
         """Take a factor out of the output gradients that have been observed so far."""
+        self.divided = scale if self.divided is None else self.divided * scale
         self.versions["output"] += 1
         for name, statistic in self.block.statistics.items():
             if statistic.source == "output" and name in self.sums:
@@ -358,10 +391,11 @@ class Pending:
         self.held_outputs.clear()
         self.summed.clear()
         self.shared_sums.clear()
-        self.shared_count = None
+        self.shared_count = self.divided = None
         for name, statistic in self.block.statistics.items():
             if statistic.source == "output":
                 self.sums.pop(name, None)
+                self.landed.pop(name, None)
 
     def clear_gradients(self, names: Collection[str]) -> None:
         """Forget what the gradient and the weights have shown."""
@@ -374,6 +408,7 @@ class Pending:
         self.screen("input")
         self.clear_outputs()
         self.sums.clear()
+        self.landed.clear()
         self.held_inputs.clear()
         self.whole.clear()
         self.rows = self.gradients = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kronfac.capture.capture import Capture
 from kronfac.distributed.coordinator import Coordinator
@@ -32,3 +33,18 @@ def early_normalizer(options: Options, capture: Capture, sums: bool) -> Normaliz
     if sums or (options.loss_average == "token" and unknown):
         return None
     return Normalizer(capture.passes, options.loss_average, options.sampled)
+
+
+def early_divisor(options: Options, capture: Capture, sums: bool) -> float | Tensor | None:
+    """What stands for N as long as it is not known; ``None`` if nothing can.
+
+    What leaves before the step is multiplied by it, and at the step by what is missing. It is the same
+    for all that leaves: N of the first pass. Where ranks have one N for all of them, that is missing.
+    """
+    if options.sampled or sums or options.loss_average is None or not capture.passes:
+        return 1.0
+    if options.loss_average == "token":
+        return next(iter(capture.passes)).terms
+    if options.loss_average == "batch":
+        return float(next(iter(capture.passes)).samples)
+    return float(options.loss_average)

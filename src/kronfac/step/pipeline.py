@@ -7,7 +7,7 @@ that sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,17 +28,21 @@ from kronfac.layers.shards import sums_gradients
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.checks import check_block
-from kronfac.protocol.context import Context
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, rule_of
-from kronfac.state.fold import fold, fold_all
+from kronfac.state.fold import fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
 from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
-from kronfac.step.loss_scale import early_normalizer, normalizer_of
+from kronfac.step.gradient_statistics import (
+    follow_gradients,
+    look_at_gradients,
+    observe_gradient,
+)
+from kronfac.step.loss_scale import early_divisor, early_normalizer, normalizer_of
 from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.row_form import RowForm
 from kronfac.step.sampled_rows import SampledRows
@@ -183,8 +187,11 @@ class Preconditioner:
         coordinator.agree(states)
         coordinator.reduce_gradients()
         self._clip(groups)
-        coordinator.collect(states)
         taken = self.capture.due
+        # Statistics on their way and whole gradients need not take memory at the same time.
+        collects_first = not taken or look_at_gradients(states)
+        if collects_first:
+            coordinator.collect(states)
         if taken:
             with self.phases("reduce"):
                 try:
@@ -192,7 +199,7 @@ class Preconditioner:
                 finally:
                     self.capture.clear()  # an error that is caught must not count a batch twice
         else:
-            self._follow_gradients(states)
+            follow_gradients(states, self._decay, coordinator)
         due = take_due(self.clock, states, taken)
         if taken and not due:
             coordinator.reduce(states)
@@ -200,13 +207,19 @@ class Preconditioner:
         self._take_all(due, coordinator.share(solved))
         self._judge(list(due))
         self._solve_again(states)
+        if not collects_first:
+            coordinator.collect(states)
+        self._update(states, groups)
+        coordinator.spread([state for state in states if _is_preconditioned(state)])
+
+    def _update(self, states: Sequence[LayerState], groups: ParamGroups) -> None:
+        """Precondition gradients and set the length of steps."""
         with self.phases("precondition"):
             seed = self.random.draw() if self._draws_at_steps else 0
             step = self.clock.step
-            updates = self._updates.precondition(states, groups, coordinator, step, seed)
+            updates = self._updates.precondition(states, groups, self.coordinator, step, seed)
         with self.phases("rescale"):
-            self._updates.rescale(updates, coordinator, self.model, self.count)
-        coordinator.spread([state for state in states if _is_preconditioned(state)])
+            self._updates.rescale(updates, self.coordinator, self.model, self.count)
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh."""
@@ -258,9 +271,11 @@ class Preconditioner:
         return coming(self.clock, self.layers.values()) if observes else {}
 
     def _moment(self) -> Moment:
-        decay = float(self.schedules.at("decay", self.clock.step))
         known = partial(early_normalizer, self.options, self.capture, self._sums)
-        return Moment(decay, self.capture.passes, known)
+        divisor = partial(early_divisor, self.options, self.capture, self._sums)
+        by_terms = self.options.loss_average == "token" and not self.options.sampled
+        proportional = self._sums or not by_terms  # masks differ
+        return Moment(self._decay, self.capture.passes, known, divisor, proportional)
 
     def _clip(self, groups: ParamGroups) -> None:
         bound = self.options.max_grad_norm
@@ -288,6 +303,9 @@ class Preconditioner:
 
     def _reduce(self, states: Sequence[LayerState]) -> None:
         """Fold what was observed since the last step into the running averages."""
+        self._sums = sums_gradients(self.model)
+        known = partial(normalizer_of, self.options, self.capture, self.coordinator, self._sums)
+        self.coordinator.land(known)
         self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
             self._unobserved.report(states)
@@ -296,48 +314,22 @@ class Preconditioner:
         self.rows.fix(states, self.coordinator)
         self.inputs.fix(states, self.coordinator)
         self.coordinator.before_fold(states, self.capture.passes)
-        self._sums = sums_gradients(self.model)
-        normalizer = normalizer_of(self.options, self.capture, self.coordinator, self._sums)
+        normalizer = known()
         self.coordinator.settle_broadcast(states, normalizer)
-        decay = float(self.schedules.at("decay", self.clock.step))
         for state in states:
             self._settle(state)
             state.has_new_statistics = True
-        fold_all(states, decay, normalizer)
+        fold_all(states, self._decay, normalizer)
         self.clock.mark_factor()
         self.count("factor_updates")
 
     def _settle(self, state: LayerState) -> None:
         """Turn everything that was observed into contributions."""
         state.pending.settle(state.solution_in_use)
-        self._observe_gradient(state, list(state.running))
+        observe_gradient(state, list(state.running), self.coordinator)
         for name, running in state.running.items():
             if running.statistic.combine == "gather" and state.pending.has_observed(name):
                 running.gathered_at = self.clock.step
-
-    def _observe_gradient(self, state: LayerState, names: Collection[str]) -> None:
-        """Take in those statistics of a layer that its gradient and weights show."""
-        wanted = [name for name in names if state.running[name].statistic.is_replicated]
-        if not wanted or not state.has_gradient or not self.coordinator.observes_gradient(state):
-            return
-        block, context = state.block, Context(state.solution_in_use)
-        found: dict[str, Tensor] = {}
-        if any(block.statistics[name].source == "gradient" for name in wanted):
-            found |= block.observe_gradient(state.view.gradient(), context)
-        if any(block.statistics[name].source == "weight" for name in wanted):
-            found |= block.observe_weight(state.view.weight(), context)
-        state.pending.add_gradient({name: found[name] for name in wanted if name in found})
-
-    def _follow_gradients(self, states: Iterable[LayerState]) -> None:
-        """Fold the statistics of every step, at a step that takes no others."""
-        decay = float(self.schedules.at("decay", self.clock.step))
-        for state in states:
-            names = [name for name, one in state.block.statistics.items() if one.every == "step"]
-            if names:
-                self._observe_gradient(state, names)
-                for name in names:
-                    fold(state, name, decay, None)
-                state.pending.clear_gradients(names)
 
     def _solve_again(self, states: Iterable[LayerState]) -> None:
         """Solve the parts of every step, where their layers are worked on; nothing travels."""
@@ -357,6 +349,11 @@ class Preconditioner:
                 solved = state.block.refresh(given, parts)
                 if solved is not None:
                     state.use(solved)
+
+    @property
+    def _decay(self) -> float:
+        """Weight of the old statistics at this step."""
+        return float(self.schedules.at("decay", self.clock.step))
 
     @property
     def _draws_at_steps(self) -> bool:
@@ -390,8 +387,7 @@ class Preconditioner:
         if interval is None or not due or not interval.due(self.clock.step):
             return
         votes = self.coordinator.total(compare(due, interval.rule.tolerance))
-        verdict = interval.judge(votes.tolist(), self.clock.step)
-        if verdict != "kept":
+        if (verdict := interval.judge(votes.tolist(), self.clock.step)) != "kept":
             self.count(f"refresh_{verdict}")
 
     def _take(
@@ -414,10 +410,8 @@ class Preconditioner:
             state.use(solution)
             state.solved_at, state.failures_in_a_row = step, 0
             self.count("refreshes")
-        if (
-            not set(parts) & set(state.block.due_parts("refresh"))
-            and state.last_refresh is not None
-        ):
+        whole = set(parts) & set(state.block.due_parts("refresh"))
+        if not whole and state.last_refresh is not None:
             return
         if state.last_refresh is None and self.options.stagger and state.offset:
             interval = int(self.schedules.at("refresh_every", step))

@@ -21,8 +21,10 @@ class Bucket:
         collectives: Collectives,
         wire: torch.dtype | None = None,
         phase: Phase = "reduce",
+        rings: bool = False,
     ) -> None:
         self.collectives = collectives
+        self._rings = rings
         self.phase: Phase = phase
         ordered = sorted(items, key=lambda item: -1 if item.root is None else item.root)
         self.flat = Flat(ordered, wire)
@@ -49,9 +51,14 @@ class Bucket:
             self._arrivals.append(self.collectives.all_reduce(self.phase, common))
         if self._segments:
             arrival = self.collectives.reduce(
-                self.phase, self.flat.tensor, self._segments, self._scratch
+                self.phase, self.flat.tensor, self._segments, self._scratch, self._rings
             )
             self._arrivals.append(arrival)
+
+    @property
+    def done(self) -> bool:
+        """Whether the sums are there; buckets that go by rings tell it."""
+        return all(arrival.done for arrival in self._arrivals)
 
     def wait(self) -> None:
         """Return when the sums are there."""

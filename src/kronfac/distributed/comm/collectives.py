@@ -50,6 +50,11 @@ class Arrival:
     then: Callable[[], None] | None = None
     arrived: bool = False
 
+    @property
+    def done(self) -> bool:
+        """Whether the result is there; messages that go straight to their ranks do not tell."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self) -> None:
         """Return when the result is there (on an accelerator: when later work may use it)."""
         if self.arrived:
@@ -99,13 +104,16 @@ class Collectives:
         flat: Tensor,
         segments: Sequence[Segment],
         scratch: dict[int, Tensor] | None = None,
+        rings: bool = False,
     ) -> Arrival:
         """Add up each segment at its rank, in place; elsewhere it is undefined afterwards.
 
-        ``scratch`` keeps memory for what is received, from one call to the next.
+        ``scratch`` keeps memory for what is received, from one call to the next. ``rings`` need none,
+        and tell whether they are done.
         """
         wanted = [one for one in segments if one.stop > one.start]
-        if self._is_direct(flat) and not self._rings(wanted, flat.element_size()):
+        rings = rings or self._rings(wanted, flat.element_size())
+        if self._is_direct(flat) and not rings:
             for one in wanted:
                 self._record(phase, "reduce", flat[one.start : one.stop])
             return self._collect(phase, flat, wanted, {} if scratch is None else scratch)

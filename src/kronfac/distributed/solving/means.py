@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kronfac.distributed.together import finite_flags
+from kronfac.distributed.solving.together import finite_flags
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import LayerState
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kronfac.distributed.together import Task, joins_others, solve_together
+from kronfac.distributed.solving.together import Task, joins_others, solve_together
 from kronfac.protocol.context import Given
 from kronfac.state.layer_state import LayerState
 

@@ -1,0 +1,1 @@
+"""Solving the layers that are due on one rank, in batches of equal shape."""
