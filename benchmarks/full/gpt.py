@@ -33,7 +33,7 @@ SEARCH = {
         Run("Muon", rate, QUARTER, other=other)
         for rate, other in ((0.02, 2e-3), (0.05, 2e-3), (0.02, 8e-3))
     ],
-    "K-FAC": [Run("K-FAC", rate, QUARTER) for rate in (0.1, 0.2, 0.4)],
+    "K-FAC": [Run("K-FAC", rate, QUARTER) for rate in (0.05, 0.1, 0.2)],
 }
 
 
