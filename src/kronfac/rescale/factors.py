@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from kronfac.layers.slices import Slice
 from kronfac.linalg.orthogonal import nearest_orthogonal_all
 from kronfac.options.config import Rule
 
+#: Elements that are made orthogonal at once: 128 MB in single precision.
+MAX_AT_ONCE = 2**25
 #: Norms scale whole channels: their steps are this much shorter than those of matrices.
 CHANNELS = 0.1
 
@@ -37,10 +39,22 @@ class Update:
     share: float = 1.0
     slice: Slice | None = None
     norms: Mapping[str, Tensor] | None = None
+    #: Whether ``after`` is memory of its own, to be written to.
+    owned: bool = False
+
+    def take(self, after: Tensor) -> None:
+        """Use other steps from now on, in memory of their own, and forget what nobody looks at."""
+        self.after, self.owned = after, True
+        if self.raw is None:
+            self.before = after
 
     def times(self, factor: float | Tensor) -> Tensor:
         """The steps at another length."""
-        scaled = self.after if isinstance(factor, float) and factor == 1 else self.after * factor
+        if self.owned:
+            scaled = self.after.mul_(factor)
+        else:
+            one = isinstance(factor, float) and factor == 1
+            scaled = self.after if one else self.after * factor
         return scaled if self.raw is None else torch.where(self.raw, self.before, scaled)
 
     def known(self, matrices: Tensor) -> Tensor:
@@ -165,16 +179,27 @@ def column_factors(update: Update) -> Tensor:
     return _ratio(torch.full_like(norms, math.sqrt(update.after.shape[-2])), norms)
 
 
-def orthogonal_steps(
-    rules: Sequence[Rule], updates: Sequence[Update], narrow: bool = False
-) -> list[Update]:
-    """The nearest orthogonal matrices in place of the steps with that rule."""
-    steps = list(updates)
+def make_orthogonal(rules: Sequence[Rule], updates: Sequence[Update], narrow: bool = False) -> None:
+    """Put the nearest orthogonal matrices in place of the steps with that rule, some at a time."""
     for indices in _alike(updates, [i for i, rule in enumerate(rules) if rule == "orthogonal"]):
-        stacks = [updates[index].known(updates[index].after) for index in indices]
-        for index, after in zip(indices, nearest_orthogonal_all(stacks, narrow), strict=True):
-            steps[index] = replace(updates[index], after=after)
-    return steps
+        for some in _portions(indices, [updates[index].after.numel() for index in indices]):
+            stacks = [updates[index].known(updates[index].after) for index in some]
+            for index, after in zip(some, nearest_orthogonal_all(stacks, narrow), strict=True):
+                updates[index].take(after)
+
+
+def _portions(indices: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Those that are worked on together: what they take while they are is bounded."""
+    portion: list[int] = []
+    total = 0
+    for index, size in zip(indices, sizes, strict=True):
+        if portion and total + size > MAX_AT_ONCE:
+            yield portion
+            portion, total = [], 0
+        portion.append(index)
+        total += size
+    if portion:
+        yield portion
 
 
 def squared_step(updates: Sequence[Update]) -> Tensor:

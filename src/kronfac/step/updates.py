@@ -17,7 +17,7 @@ from kronfac.protocol.transform import LayerStep, Transform
 from kronfac.rescale.factors import (
     Update,
     bounded_factor,
-    orthogonal_steps,
+    make_orthogonal,
     own_factors,
     squared_step,
 )
@@ -181,7 +181,8 @@ class Updates:
     ) -> None:
         """Set the length of the steps and write them into the gradients, in place."""
         rules = [group.states[0].rule for group, _ in updates]
-        steps = orthogonal_steps(rules, [update for _, update in updates], self.options.narrow)
+        steps = [update for _, update in updates]
+        make_orthogonal(rules, steps, self.options.narrow)
         if (bound := self.options.step_bound) is not None:
             total = coordinator.add_up_layers(squared_step(steps), model)
             factor = bounded_factor(total, bound)
