@@ -98,7 +98,7 @@ def whole_table(workload: str, quick: bool) -> list[dict[str, Any]]:
             kfac["kfac, unit over sgd"] = kfac_step(workload, interval, rescale="unit")[0]
         others, missing = peer_steps(workload, interval)
         alone = {base: base_step(workload, base) for base in ("sgd", *own)}
-        rounds = 1 if interval[1] >= 100 and workload != "mlp" else 3  # ten minutes in all
+        rounds = 1 if interval[1] >= 100 else 3  # ten minutes in all
         timings = timed(alone | kfac | others, interval[1], rounds, quick)
         for name in (*kfac, *others, *own[1:]):
             base = name.split()[-1] if name in kfac else "sgd"

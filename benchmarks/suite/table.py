@@ -70,10 +70,10 @@ Variants = dict[str, dict[str, Any]]
 def print_tables(rows: Rows, ablation: Variants, levers: Variants) -> None:
     _print_main(rows)
     _print_constant(rows)
-    print("What each part gives: K-FAC at 0.1 with one thing changed, one seed.\n")
-    _print_variants(rows, ablation, (0,))
-    print("\nLevers that make steps cheap, each turned off: K-FAC at 0.1, means of three seeds.\n")
-    _print_variants(rows, levers, (0, 1, 2))
+    title = "What each part gives: K-FAC at 0.1 with one thing changed, one seed."
+    _print_variants(title, rows, ablation, (0,))
+    title = "Levers that make steps cheap, each turned off: K-FAC at 0.1, means of three seeds."
+    _print_variants(title, rows, levers, (0, 1, 2))
 
 
 def _print_main(rows: Rows) -> None:
@@ -117,8 +117,12 @@ def _print_constant(rows: Rows) -> None:
     print()
 
 
-def _print_variants(rows: Rows, variants: Variants, seeds: Sequence[int]) -> None:
+def _print_variants(title: str, rows: Rows, variants: Variants, seeds: Sequence[int]) -> None:
     """Means over some seeds; a cell without all of them stays empty."""
+    changed = {json.dumps(options, sort_keys=True) for options in variants.values()} - {"{}"}
+    if not any(row["options"] in changed for row in rows):
+        return
+    print(f"\n{title}\n")
     print("| | " + " | ".join(task.name for task in CHOSEN) + " |")
     print("|---" * (len(CHOSEN) + 1) + "|")
     for name, options in variants.items():

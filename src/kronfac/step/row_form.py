@@ -69,6 +69,8 @@ class RowForm:
         limit = 0 if state.block.due_parts("step") else most_rows(state.block)
         if not self._allowed or tied or limit < 1 or not can_follow(state.layer):
             return
+        if state.layer.weight.device.type != "cpu":
+            return  # layers of equal shape are one product there, and rows would be many
         state.row_form = RowChoice(possible=_is_alone(), momentum=self.momentum)
         if state.row_form.possible:
             self._watched[state] = GradientRows(state.layer, limit)

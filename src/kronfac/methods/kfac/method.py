@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
-from kronfac.methods.kfac.block import EIGEN_MAX_WIDTH, KFACBlock
+from kronfac.methods.kfac.block import KFACBlock, choose_solver
 from kronfac.methods.kfac.separable import SeparableBlock, applies
 from kronfac.methods.kfac.thermodynamic import (
     CovarianceBlock,
@@ -107,8 +107,9 @@ class KFACMethod(Method):
         """How a layer is solved whose wider side is this wide."""
         if self.power != 1:
             return "eigen"
-        decomposes = self.solver == "auto" and width <= EIGEN_MAX_WIDTH
-        return "separable" if decomposes and self.hides_form else self.solver
+        if self.solver == "auto" and self.hides_form and choose_solver(width) == "eigen":
+            return "separable"
+        return self.solver
 
 
 def check_power(power: float, options: Options | None = None) -> None:
