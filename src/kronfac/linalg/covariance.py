@@ -28,10 +28,7 @@ def gram(rows: Tensor, narrow: bool = False) -> Tensor:
     ``narrow`` allows products in bfloat16 where that is faster: see :func:`rounds`.
     """
     if narrow and rounds(rows):
-        width = rows.shape[-1]
-        out = rows.new_empty(*rows.shape[:-2], width, width)
-        _rounded_gram_into(out, rows, rows.sum(-2))
-        return out
+        return _rounded_gram(rows, rows.sum(-2))
     if len(_strips(rows.shape[-2], rows.shape[-1], rows.device)) == 1:
         return rows.mT @ rows
     width = rows.shape[-1]
@@ -47,7 +44,7 @@ def bordered_gram(rows: Tensor, narrow: bool = False) -> Tensor:
     out = rows.new_empty(*rows.shape[:-2], width + 1, width + 1)
     total = torch.sum(rows, -2, out=out[..., -1, :-1])
     if narrow and rounds(rows):
-        _rounded_gram_into(out[..., :width, :width], rows, total)
+        out[..., :width, :width] = _rounded_gram(rows, total)
     else:
         _gram_into(out[..., :width, :width], rows)
     _fill_border(out, count)
@@ -64,21 +61,24 @@ def rounds(rows: Tensor) -> bool:
     return count * width**2 >= _LEAST_ROUNDED and is_faster(rows, width, count, width)
 
 
-def _rounded_gram_into(out: Tensor, rows: Tensor, total: Tensor) -> None:
-    """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum."""
+def _rounded_gram(rows: Tensor, total: Tensor) -> Tensor:
+    """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum.
+
+    All at once: bfloat16 products of columns in strips lose more to copies than they save.
+    """
     count = rows.shape[-2]
     mean = total / count
     centred = torch.empty_like(rows, dtype=torch.bfloat16)
     torch.sub(rows, mean.unsqueeze(-2), out=centred)
-    _gram_into(out, centred)
-    out.addcmul_(mean.unsqueeze(-1), mean.unsqueeze(-2), value=count)
+    out = (centred.mT @ centred).to(rows.dtype)
+    return out.addcmul_(mean.unsqueeze(-1), mean.unsqueeze(-2), value=count)
 
 
 def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
-        if rows.dim() == 2 and rows.dtype == out.dtype:
+        if rows.dim() == 2:
             torch.mm(left, right, out=out[start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right
