@@ -96,6 +96,8 @@ def whole_table(workload: str, quick: bool) -> list[dict[str, Any]]:
         kfac = {f"kfac over {base}": kfac_step(workload, interval, base)[0] for base in own}
         if workload == "mlp":
             kfac["kfac, unit over sgd"] = kfac_step(workload, interval, rescale="unit")[0]
+            two = {"rescale": "unit", "solver": "separable"}
+            kfac["kfac, unit, separable over sgd"] = kfac_step(workload, interval, **two)[0]
         others, missing = peer_steps(workload, interval)
         alone = {base: base_step(workload, base) for base in ("sgd", *own)}
         rounds = 1 if interval[1] >= 100 else 3  # ten minutes in all
