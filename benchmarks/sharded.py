@@ -267,7 +267,8 @@ def plan() -> None:
     print()
     for name, shape in PUBLISHED.items():
         print(
-            f"{name}: {4 * shape.statistics(MAX_DIM) / GIGA:.0f} GB of statistics in all, which no rank holds at once."
+            f"{name}: {4 * shape.statistics(MAX_DIM) / GIGA:.0f} GB of statistics in all, "
+            "which no rank holds at once."
         )
 
 
