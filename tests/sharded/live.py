@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from kronfac.capture.capture import Capture
 from kronfac.distributed.distributed import Distributed
+from kronfac.distributed.shard_exchange import ShardExchange
 from kronfac.step.pipeline import Preconditioner
 from kronfac.step.updates import Updates
 
@@ -88,8 +89,7 @@ def counting() -> Iterator[Live]:
         (Preconditioner, "run", "step"),
         (Distributed, "land", "land"),
         (Distributed, "refresh", "refresh"),
-        (Distributed, "collect", "exchange"),
-        (Distributed, "spread", "exchange"),
+        *((ShardExchange, name, "exchange") for name in ("_begin", "_land", "_send", "_receive")),
         (Updates, "precondition", "precondition"),
         (Updates, "rescale", "rescale"),
     ]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import kronfac
 from kronfac.distributed import stream
+from kronfac.distributed.sharded import portions
 from kronfac.distributed.solving import together
 from kronfac.rescale import factors
 from kronfac.step import batching
@@ -28,7 +29,7 @@ STATISTICS, PARAMETERS = 2 * LAYERS * WIDTH**2, LAYERS * WIDTH**2
 def peaks(rank: int, micro: int, rescale: str | None, overlap: bool) -> dict[str, int]:
     """The most elements that were there in each part of some steps, all temporary ones included."""
     # As if layers were large: one at a time.
-    together.MAX_ELEMENTS = batching.MAX_ELEMENTS = factors.MAX_AT_ONCE = 1
+    together.MAX_ELEMENTS = batching.MAX_ELEMENTS = factors.MAX_AT_ONCE = portions.MIN_ELEMENTS = 1
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = shard(nn.Sequential(*layers), Way())

@@ -71,6 +71,9 @@ class Coordinator(ABC):
     #: How many ranks observe the same samples.
     observers: int = 1
 
+    #: Whether memory matters more than a few products at a factor step.
+    is_frugal: bool = False
+
     # --- who is there, and who does what --------------------------------------------------------
 
     @property
@@ -181,6 +184,15 @@ class Coordinator(ABC):
         """Make the gradients of sharded parameters whole where their layers are worked on."""
 
     @abstractmethod
+    def portions(
+        self, states: Sequence[LayerState], at_once: bool
+    ) -> Iterable[Sequence[LayerState]]:
+        """Layers that are worked on one after the other; with ``at_once`` all of them together.
+
+        When the next are asked for, the gradients of the last are sent to ranks that do not have them.
+        """
+
+    @abstractmethod
     def land(self, normalizer: Callable[[], Normalizer]) -> None:
         """Leave what ranks have observed since the last step with those who keep it, if that is due."""
 
@@ -207,10 +219,6 @@ class Coordinator(ABC):
     @abstractmethod
     def share(self, solved: Iterable[Solved]) -> Iterable[Solved]:
         """Receive the solutions that this rank needs; layers without statistics are left out."""
-
-    @abstractmethod
-    def spread(self, states: Sequence[LayerState]) -> None:
-        """Send preconditioned gradients from those who have them to the others."""
 
     # --- numbers --------------------------------------------------------------------------------
 

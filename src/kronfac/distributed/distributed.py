@@ -64,7 +64,8 @@ class Distributed(Coordinator):
         self.phases = phases
         self.layout = Layout(world, settings, sharding)
         self.rounds = Rounds(self.layout, phases)
-        self.spreading = (ShardExchange if sharding else Spreading)(self.layout)
+        self.spreading = (ShardExchange if sharding else Spreading)(self.layout, phases)
+        self.is_frugal = sharding is not None
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
         self._part_weights: dict[nn.Parameter, float] = {}
@@ -264,8 +265,13 @@ class Distributed(Coordinator):
     def collect(self, states: Sequence[LayerState]) -> None:
         """Make the gradients of sharded parameters whole where their layers are worked on."""
         if self.layout.spreads:
-            with self.phases("collect"):
-                self.spreading.collect(states)
+            self.spreading.collect(states)
+
+    def portions(
+        self, states: Sequence[LayerState], at_once: bool
+    ) -> Iterable[Sequence[LayerState]]:
+        """Layers that are worked on one after the other, while gradients of others are on their way."""
+        return self.spreading.portions(states, at_once) if self.layout.spreads else [states]
 
     def anywhere(self, flag: bool) -> bool:
         """Whether something is so of any rank's shards; whole parameters look the same on all ranks."""
@@ -281,12 +287,6 @@ class Distributed(Coordinator):
         if parameter not in self._part_weights:  # with many ranks it takes a while
             self._part_weights[parameter] = sharding.part_weight(self.world, parameter)
         return self._part_weights[parameter]
-
-    def spread(self, states: Sequence[LayerState]) -> None:
-        """Send preconditioned gradients along the row, where some of its ranks do not have them."""
-        if self.layout.spreads:
-            with self.phases("spread"):
-                self.spreading.spread(states)
 
     # --- numbers --------------------------------------------------------------------------------
 

@@ -160,8 +160,11 @@ class Local(Coordinator):
         """Solutions are where they are needed."""
         return solved
 
-    def spread(self, states: Sequence[LayerState]) -> None:
-        """Gradients are where they are needed."""
+    def portions(
+        self, states: Sequence[LayerState], at_once: bool
+    ) -> Iterable[Sequence[LayerState]]:
+        """All layers: gradients are where they are needed."""
+        return [states]
 
     # --- numbers --------------------------------------------------------------------------------
 

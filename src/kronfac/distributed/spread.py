@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kronfac.distributed.comm.broadcast import Broadcast, make_broadcasts
 from kronfac.distributed.comm.collectives import Collectives
 from kronfac.distributed.comm.flat import Item
 from kronfac.distributed.layout import Layout
 from kronfac.state.layer_state import LayerState
+from kronfac.state.timing import Phases
 
 
 class Spreading:
     """Broadcasts of gradients, kept from one step to the next."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, phases: Phases) -> None:
         self.layout = layout
+        self.phases = phases
         self._arranged: tuple[Collectives, tuple[Item, ...]] | None = None
         self._broadcasts: list[Broadcast] = []
 
@@ -24,6 +26,14 @@ class Spreading:
 
     def collect(self, states: Sequence[LayerState]) -> None:
         """Gradients are whole on all ranks."""
+
+    def portions(
+        self, states: Sequence[LayerState], at_once: bool
+    ) -> Iterator[Sequence[LayerState]]:
+        """All layers, whose gradients are sent when they have been worked on."""
+        yield states
+        with self.phases("spread"):
+            self.spread([state for state in states if state.is_preconditioned])
 
     def spread(self, states: Sequence[LayerState]) -> None:
         """Send the gradients of some layers along the row, and write down what is received."""

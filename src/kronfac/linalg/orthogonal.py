@@ -52,19 +52,20 @@ def nearest_orthogonal_all(stacks: Sequence[Tensor], narrow: bool = False) -> li
     """The same for several stacks ``[*b, m, n]`` of one device and precision, in fewer operations."""
     flat = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     # The squares of the largest and smallest floats overflow or underflow.
-    flat = _multiply(flat, _largest(flat).reciprocal_())
+    flat = _multiply(flat, _largest(flat).reciprocal_(), [torch.empty_like(x) for x in flat])
     dtypes = [_dtype(x, narrow) for x in flat]
     squares = [_square(x.to(dtype)) for x, dtype in zip(flat, dtypes, strict=True)]
     fourths = [_square(square) for square in squares]
     # ‖S²‖_F^¼ bounds the largest singular value.
     bounds = _norms(fourths).pow_(-0.25)
-    flat, second = _multiply(flat, bounds), bounds * bounds
-    squares, fourths = _multiply(squares, second), _multiply(fourths, second * second)
-    starts = zip(flat, squares, fourths, dtypes, strict=True)
-    return [
-        _polar(*start).to(stack.dtype).reshape(stack.shape)
-        for start, stack in zip(starts, stacks, strict=True)
-    ]
+    second = bounds * bounds
+    for matrices, factors in ((flat, bounds), (squares, second), (fourths, second * second)):
+        _multiply(matrices, factors, matrices)
+    found = []
+    for stack, dtype in zip(stacks, dtypes, strict=True):  # what has been used takes no memory
+        polar = _polar(flat.pop(0), squares.pop(0), fourths.pop(0), dtype)
+        found.append(polar.to(stack.dtype).reshape(stack.shape))
+    return found
 
 
 def _dtype(x: Tensor, narrow: bool) -> torch.dtype:
@@ -90,12 +91,12 @@ def _norms(stacks: Sequence[Tensor], order: float = 2.0) -> Tensor:
     return norms.clamp_(min=torch.finfo(dtype).tiny)
 
 
-def _multiply(stacks: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
-    """Each matrix times its factor, in the precision of the matrices."""
+def _multiply(stacks: Sequence[Tensor], factors: Tensor, out: Sequence[Tensor]) -> list[Tensor]:
+    """Each matrix times its factor, in the precision of the matrices, in memory that is given."""
     parts = factors.split([len(stack) for stack in stacks])
     return [
-        torch.mul(x, one[:, None, None], out=torch.empty_like(x))
-        for x, one in zip(stacks, parts, strict=True)
+        torch.mul(x, one[:, None, None], out=to)
+        for x, one, to in zip(stacks, parts, out, strict=True)
     ]
 
 

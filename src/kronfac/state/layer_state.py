@@ -202,6 +202,11 @@ class LayerState:
         """Whether there is a gradient to work on at this step."""
         return self.view.has_gradient
 
+    @property
+    def is_preconditioned(self) -> bool:
+        """Whether some rank has a solution for it, and the weight is trained."""
+        return self.solved_at is not None and self.layer.weight.requires_grad
+
     def forget_solution(self) -> None:
         """Let it be solved again at the next step, from the statistics that there are."""
         self._curvature = None
@@ -326,6 +331,10 @@ class LayerState:
             made = self.block.prepare(self.solution, damping)
             known = self._prepared = (self.solution, damping, made)
         return known[2]
+
+    def forget_prepared(self) -> None:
+        """Let what was prepared be made again when it is needed."""
+        self._prepared = None
 
     def move_applied(self, tensors: dict[str, Tensor]) -> None:
         """Hold what :meth:`applied` returned in other memory."""

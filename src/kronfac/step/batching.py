@@ -9,7 +9,7 @@ this step and on nothing earlier, so that a run that was resumed computes the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,14 @@ class Batch:
         """Move new solutions of some of these layers to their places, where products expect them."""
         if len(self.states) > 1:
             self._place([self.states.index(state) for state in states], damping)
+
+    def forget_prepared(self) -> None:
+        """Let go of what blocks prepare; solutions stay."""
+        if self.states[0].block.prepares:
+            self._stacked = {}
+            self._known = [None] * len(self.states)
+            for state in self.states:
+                state.forget_prepared()
 
     @staticmethod
     def raw_columns(states: Sequence[LayerState]) -> Tensor | None:
@@ -126,10 +134,15 @@ class Batches:
         """Forget all batches, after layers have come or gone."""
         self._batches.clear()
 
+    def forget_prepared(self) -> None:
+        """Let go of what blocks prepare of their solutions, until it is needed again."""
+        for batch in self._batches.values():
+            batch.forget_prepared()
+
     def groups(
-        self, present: Mapping[LayerState, Hashable], states: Iterable[LayerState]
+        self, present: Mapping[LayerState, Hashable], states: Sequence[LayerState]
     ) -> list[Group]:
-        """Which layers that have a gradient go together, given all layers that there are.
+        """Which layers that have a gradient go together, given all layers of a portion.
 
         ``present`` says of each what else has to be equal.
         """
@@ -141,7 +154,7 @@ class Batches:
         for kind, members in alike.items():
             size = _batch_size(members[0])
             for number, start in enumerate(range(0, len(members), size)):
-                batch = self._batch((kind, number), members[start : start + size])
+                batch = self._batch((states[0], kind, number), members[start : start + size])
                 now: dict[Hashable, list[LayerState]] = {}
                 for state in batch.states:
                     if state in present:

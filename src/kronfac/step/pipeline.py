@@ -188,9 +188,8 @@ class Preconditioner:
         coordinator.reduce_gradients()
         self._clip(groups)
         taken = self.capture.due
-        # Statistics on their way and whole gradients need not take memory at the same time.
-        collects_first = not taken or look_at_gradients(states)
-        if collects_first:
+        # Whole gradients that nobody looks at need not be there at the same time as statistics.
+        if looks := look_at_gradients(states):
             coordinator.collect(states)
         if taken:
             with self.phases("reduce"):
@@ -207,15 +206,15 @@ class Preconditioner:
         self._take_all(due, coordinator.share(solved))
         self._judge(list(due))
         self._solve_again(states)
-        if not collects_first:
-            coordinator.collect(states)
-        self._update(states, groups)
-        coordinator.spread([state for state in states if _is_preconditioned(state)])
+        seed = self.random.draw() if self._draws_at_steps else 0
+        # A bound of the whole step needs all layers before it changes the first.
+        at_once = looks or self.options.step_bound is not None
+        for some in coordinator.portions(states, at_once):
+            self._update(some, groups, seed)
 
-    def _update(self, states: Sequence[LayerState], groups: ParamGroups) -> None:
-        """Precondition gradients and set the length of steps."""
+    def _update(self, states: Sequence[LayerState], groups: ParamGroups, seed: int) -> None:
+        """Precondition the gradients of some layers and set the length of their steps."""
         with self.phases("precondition"):
-            seed = self.random.draw() if self._draws_at_steps else 0
             step = self.clock.step
             updates = self._updates.precondition(states, groups, self.coordinator, step, seed)
         with self.phases("rescale"):
@@ -265,6 +264,8 @@ class Preconditioner:
         self.coordinator.expect(self._coming, self._moment)
         if self.capture.due:
             self._allow_rounding()
+            if self.coordinator.is_frugal:  # what arrives of statistics takes its place
+                self._updates.forget_prepared()
 
     def _coming(self) -> Due:
         observes = self.capture.due and not self.detached
@@ -444,7 +445,3 @@ class Preconditioner:
         self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self.coordinator.restart()
         self._announce()
-
-
-def _is_preconditioned(state: LayerState) -> bool:
-    return state.solved_at is not None and state.layer.weight.requires_grad

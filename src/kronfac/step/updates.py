@@ -59,6 +59,10 @@ class Updates:
         """Forget which layers go together, after some have come or gone."""
         self._batches.clear()
 
+    def forget_prepared(self) -> None:
+        """Let go of what blocks prepare of their solutions, until it is needed again."""
+        self._batches.forget_prepared()
+
     def precondition(
         self,
         states: Sequence[LayerState],
