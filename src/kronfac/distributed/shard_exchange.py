@@ -6,7 +6,7 @@ their parts of the layer's gradients (*collect*), and after it they are sent wha
 others' parts of its own layers: ``2·N/P·(P-1)/P`` elements for N parameters on P ranks. Layers whose
 slices are worked on where they are (:mod:`kronfac.distributed.sharded.row_local`) have no part in it.
 
-Large models travel in portions (:mod:`kronfac.distributed.sharded.portions`), and messages are under way
+Large models travel in portions (:mod:`kronfac.distributed.portions`), and messages are under way
 while others are worked on, always in the same order:
 
     collect 0, collect 1 | work on 0 | spread 0, collect 2 | work on 1 | spread 1, collect 3 | ...
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kronfac.distributed.comm.collectives import Arrival, Collectives
 from kronfac.distributed.layout import Layout
-from kronfac.distributed.sharded.portions import MAX_PORTIONS, make_portions
+from kronfac.distributed.portions import MAX_PORTIONS, make_portions
 from kronfac.layers.parameter_view import ShardedView
 from kronfac.layers.shards import Box, box_of, local
 from kronfac.layers.slices import SlicedView

@@ -36,17 +36,8 @@ _OUTLAST_STATISTICS = (
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
-    *(
-        "schedule",
-        "dropped",
-        "compared",
-        "broadcast",
-        "seeds",
-        "looks",
-        "stride",
-        "group",
-        "row_form",
-    ),
+    *("schedule", "dropped", "compared", "broadcast", "seeds"),
+    *("looks", "stride", "group", "row_form"),
 }
 
 

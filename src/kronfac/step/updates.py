@@ -92,7 +92,8 @@ class Updates:
             ]
             before = self._transformed(before, moments)
         updates, product = [], partial(self._batches.precondition, damping=damping)
-        for group, stack, at in zip(chosen, before, moments, strict=True):
+        for group, at in zip(chosen, moments, strict=True):
+            stack = before.pop(0)  # not one of them stays longer than it is looked at
             if group.is_solved:
                 after = self.row_form.precondition(group, stack, step, product, damping)
                 after = self._after(group, after, stack, at)
@@ -173,6 +174,8 @@ class Updates:
             own = [(state.view.gradient() != 0).any(-2, keepdim=True) for state in group.states]
             moving = torch.stack(own)
         raw = group.batch.raw_columns(group.states)
+        if first.rule == "orthogonal" and raw is None:
+            before = after  # nobody looks at it
         piece = first.view.slice
         return Update(before, after, _own_rates(first, rates), raw, moving, slice=piece)
 

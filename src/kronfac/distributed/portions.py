@@ -30,7 +30,8 @@ def make_portions(layout: Layout, states: Sequence[LayerState]) -> list[list[Lay
     for unit in _tied(state for state in states if layout.slice_of(state) is None):
         owners.setdefault(layout.gradient_root(unit[0]), []).append(unit)
     largest = max((sum(map(_elements, units)) for units in owners.values()), default=0)
-    count = min(MAX_PORTIONS, max(1, largest // MIN_ELEMENTS))
+    most = max(map(len, owners.values()), default=0)
+    count = max(1, min(MAX_PORTIONS, most, largest // MIN_ELEMENTS))
     found: list[list[LayerState]] = [[] for _ in range(count)]
     for owner in sorted(owners):
         units = owners[owner][::-1]
@@ -44,13 +45,17 @@ def make_portions(layout: Layout, states: Sequence[LayerState]) -> list[list[Lay
 
 def _tied(states: Iterable[LayerState]) -> list[list[LayerState]]:
     """Layers, those with a common parameter as one."""
-    units: dict[nn.Parameter, list[LayerState]] = {}
+    units: list[tuple[set[nn.Parameter], list[LayerState]]] = []
     for state in states:
-        own = state.layer.parameters
-        unit = next((units[p] for p in own if p in units), [])
-        unit.append(state)
-        units |= dict.fromkeys(own, unit)
-    return list({id(unit): unit for unit in units.values()}.values())
+        own, members, rest = set(state.layer.parameters), [], []
+        for unit in units:
+            if own.isdisjoint(unit[0]):
+                rest.append(unit)
+            else:
+                own |= unit[0]
+                members += unit[1]
+        units = [*rest, (own, [*members, state])]
+    return [members for _, members in units]
 
 
 def _elements(unit: Sequence[LayerState]) -> int:
