@@ -1,14 +1,20 @@
 """K-FAC on a sharded Llama-style model: time and bytes per step on slow links, and a plan for large ones.
 
-    python benchmarks/sharded.py [--rates 500mbit unlimited] [--ranks 4] [--rounds 4] [--quick]
+    python benchmarks/sharded.py [--rates 500mbit unlimited] [--tokens 2x64 8x128] [--ranks 4]
+                                 [--rounds 2] [--quick]
     python benchmarks/sharded.py --plan
 
 Four ranks on four hosts (network namespaces, see `_hosts.py`; without root they share the loopback)
-train a decoder of 13 million parameters with FSDP2. Variants take turns, each with its own copy of the
-model: in a round each makes two ordinary steps, and K-FAC one that takes statistics and one that solves
-as well. A step takes as long as the slowest rank. Of a hundred steps at `factor_every=10,
-refresh_every=100` nine take statistics only, one solves, and ninety do neither; from that comes the time
-of a step. Rates that are in the results are not measured again (`--again` does).
+train a decoder of 13 million parameters with FSDP2, on so many samples of so many tokens per rank.
+Variants take turns, each with its own copy of the model: in a round each makes two ordinary steps, and
+K-FAC two more without its exchange, one that takes statistics and one that solves as well. A step takes
+as long as the slowest rank. Of a hundred steps at `factor_every=10, refresh_every=100` nine take
+statistics only, one solves, and ninety do neither; from that comes the time of a step. What is in the
+results is not measured again (`--again` does).
+
+The exchange's own share: in the steps without it as many numbers are copied on each rank in place of the
+messages, and everything else is the same. What an ordinary step takes longer is what the exchange costs
+beside the products that it is hidden behind.
 
 - AdamW: FSDP2 and nothing else.
 - K-FAC: over SGD, `factor_every=10, refresh_every=100`; parts of gradients visit the owners of layers.
@@ -31,7 +37,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,11 +52,13 @@ from _llama import PUBLISHED, Llama, Shape
 from torch.distributed.fsdp import fully_shard
 
 import kronfac
+from kronfac.distributed.comm.collectives import Arrival, Collectives
 from kronfac.distributed.sharded.row_local import budget
 
 SHAPE = Shape(width=384, layers=6, key_width=192, hidden=1024, words=4096)
 TINY = Shape(width=64, layers=2, key_width=32, hidden=128, words=128)
-BATCH, LENGTH = 2, 64  # samples per rank, tokens
+#: Samples per rank, and tokens of each: few, and what a small GPU would be given.
+TOKENS = ("2x64", "8x128")
 ADAMW, KFAC, SLICED, GATHERED = "AdamW", "K-FAC", "K-FAC, slices", "full_tensor()"
 JOB = "KRONFAC_SHARDED_JOB"
 #: Sides wider than this keep their diagonal, in the plan as in `kronfac.KFAC`.
@@ -57,11 +66,20 @@ MAX_DIM = 8192
 #: Steps from one statistic, and from one solution, to the next.
 FACTOR_EVERY, REFRESH_EVERY = 10, 100
 NEVER = 10**6
+#: Learning rate of K-FAC.
+RATE = 0.02
 #: Intervals of statistics and solutions by which a step is of a kind.
-KINDS = {"ordinary": (NEVER, NEVER), "factor": (1, NEVER), "refresh": (1, 1)}
+KINDS = {
+    "ordinary": (NEVER, NEVER),
+    "alone": (NEVER, NEVER),
+    "factor": (1, NEVER),
+    "refresh": (1, 1),
+}
 #: The share of FSDP2's time that K-FAC may take, and of its bytes on P ranks, times P.
 TIME_GOAL, BYTES_GOAL = 0.10, 2 / 3
 WORLDS = (8, 64, 512)
+#: What has to be the same for results to be kept.
+ALIKE = ("ranks", "rounds", "shape")
 GIGA = 1e9
 
 
@@ -78,10 +96,30 @@ def of_fsdp(parameters: float, ranks: int) -> float:
 # --- ranks ------------------------------------------------------------------------------------
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let parts of gradients stay where they are: as many are copied, and nobody waits."""
+    before = Collectives.exchange
+
+    def stay(
+        self: Collectives, phase: Any, flat: Any, splits: Any, found: Any, sizes: Any
+    ) -> Arrival:
+        common = min(flat.numel(), found.numel())
+        found.zero_()[:common].copy_(flat[:common])
+        return Arrival(phase)
+
+    Collectives.exchange = stay  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Collectives.exchange = before  # type: ignore[method-assign]
+
+
 class Variant:
     """One copy of the model and its optimizer."""
 
-    def __init__(self, name: str, shape: Shape) -> None:
+    def __init__(self, name: str, shape: Shape, tokens: str) -> None:
+        self.batch, self.length = map(int, tokens.split("x"))
         torch.manual_seed(0)
         self.name = name
         self.model = Llama(shape)
@@ -91,7 +129,7 @@ class Variant:
         fully_shard(self.model)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         if name in (KFAC, SLICED):
-            base = torch.optim.SGD(self.model.parameters(), lr=0.02)
+            base = torch.optim.SGD(self.model.parameters(), lr=RATE)
             options: dict[str, Any] = {"early_refresh": False}
             if name == SLICED:
                 options |= {"rescale": "graft", "max_dim": shape.width}
@@ -104,8 +142,9 @@ class Variant:
         self.sent: dict[str, Counter[str]] = {kind: Counter() for kind in self.kinds}
 
     def take_turn(self) -> None:
-        """Two ordinary steps, and one of each other kind."""
-        for kind in ["ordinary", *self.kinds]:
+        """Two ordinary steps, two without the exchange, and one of each other kind."""
+        twice = [kind for kind in self.kinds if kind in ("ordinary", "alone")]
+        for kind in [*twice, *self.kinds]:
             before = self.traffic()
             self.seconds[kind].append(self.step(kind))
             self.sent[kind].update({key: n - before[key] for key, n in self.traffic().items()})
@@ -115,8 +154,16 @@ class Variant:
         if self.name in (KFAC, SLICED):
             self.optimizer.factor_every, self.optimizer.refresh_every = KINDS[kind]
         dist.barrier()
+        with alone() if kind == "alone" else nullcontext():
+            return self._timed(0.0 if kind == "alone" else RATE)
+
+    def _timed(self, rate: float) -> float:
+        """Seconds of one step at a learning rate: gradients that nobody has sent change nothing."""
+        if self.name in (KFAC, SLICED):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
         started = time.perf_counter()
-        tokens = torch.randint(self.shape.words, (BATCH, LENGTH + 1))
+        tokens = torch.randint(self.shape.words, (self.batch, self.length + 1))
         self.optimizer.zero_grad()
         scores = self.model(tokens[:, :-1])
         F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -157,8 +204,10 @@ class Variant:
         total = torch.tensor(sent)
         dist.all_reduce(total)
         gradients, statistic, solutions = (total / dist.get_world_size()).tolist()
+        hidden = per_step.get("alone", ordinary)
         return {
             "ms": 1e3 * mean,
+            "share": (ordinary - hidden) / mean,
             "kinds": {kind: 1e3 * value for kind, value in per_step.items()},
             "all_ms": {kind: [1e3 * one for one in own] for kind, own in self.seconds.items()},
             "exchange": gradients,
@@ -176,7 +225,8 @@ def rank_main(job: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     shape = Shape(**job["shape"])
-    variants = [Variant(name, shape) for name in (ADAMW, KFAC, SLICED, GATHERED)]
+    names = (ADAMW, KFAC, SLICED, GATHERED)
+    variants = [Variant(name, shape, job["tokens"]) for name in names]
     for variant in variants:
         variant.take_turn()  # first statistics and solutions, buffers, plans
         variant.forget()
@@ -197,33 +247,47 @@ def rank_main(job: Mapping[str, Any]) -> None:
 # --- the table, and the plan ------------------------------------------------------------------
 
 
-def measure(rate: str, ranks: int, rounds: int, shape: Shape) -> dict[str, Any]:
+def measure(rate: str, tokens: str, ranks: int, rounds: int, shape: Shape) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, make_hosts(ranks, rate) as hosts:
         out = str(Path(folder) / "found.json")
-        job = {"shape": vars(shape), "rounds": rounds, "out": out}
+        job = {"shape": vars(shape), "tokens": tokens, "rounds": rounds, "out": out}
         command = [sys.executable, __file__]
         hosts.run(command, **{JOB: json.dumps(job)})
         return json.loads(Path(out).read_text())
 
 
-def show(rate: str, ranks: int, found: Mapping[str, Any]) -> None:
+def show(rate: str, tokens: str, ranks: int, found: Mapping[str, Any]) -> None:
+    """Two tables: what steps take, and what they send."""
     millions, fsdp = found["parameters"] / 1e6, found["fsdp"]
-    print(f"\n{rate}, {ranks} ranks, {millions:.1f} M parameters; FSDP2 sends {fsdp / 1e6:.1f} MB")
-    alone = found["rows"][ADAMW]["ms"]
-    rows = [
+    print(f"\n{rate}, {tokens} tokens on each of {ranks} ranks, {millions:.1f} M parameters")
+    base = found["rows"][ADAMW]["ms"]
+    kinds = ("ordinary", "factor", "refresh")
+    times = [
         (
             name,
-            *(f"{row['kinds'][kind]:.0f}" if kind in row["kinds"] else "" for kind in KINDS),
-            f"{row['ms'] / alone - 1:+.1%}",
+            *(f"{row['kinds'][kind]:.0f}" if kind in row["kinds"] else "" for kind in kinds),
+            f"{row['ms']:.0f}",
+            "" if name == ADAMW else f"{row['ms'] / base - 1:+.1%}",
+            f"{row['share']:.1%}" if "alone" in row["kinds"] else "",
+        )
+        for name, row in found["rows"].items()
+    ]
+    goals = ("goal", "", "", "", "", "", f"{TIME_GOAL:.1%}")
+    heads = ("ms per step", "ordinary", "factor", "refresh", "at 10/100", "over AdamW", "exchange")
+    print(table(heads, [*times, goals]))
+    sizes = [
+        (
+            name,
             f"{row['exchange'] / 1e6:.2f}",
             f"{row['exchange'] / fsdp:.1%}",
             f"{row['statistics'] / 1e6:.2f}",
         )
         for name, row in found["rows"].items()
+        if name != ADAMW
     ]
-    goals = ("goal", "", "", "", f"{TIME_GOAL:+.1%}", "", f"{BYTES_GOAL / ranks:.1%}", "")
-    heads = ("", "ms", "factor", "refresh", "at 10/100", "MB", "of FSDP2's", "stat. MB")
-    print(table(heads, [*rows, goals]))
+    print(f"FSDP2 itself sends {fsdp / 1e6:.1f} MB.")
+    heads = ("MB per step", "gradients", "of FSDP2's", "statistics")
+    print(table(heads, [*sizes, ("goal", "", f"{BYTES_GOAL / ranks:.1%}", "")]))
 
 
 def planned(shape: Shape, ranks: int, orthogonal: bool) -> dict[str, float]:
@@ -272,28 +336,31 @@ def plan() -> None:
         )
 
 
-def stored(ranks: int, shape: Shape) -> dict[str, Any]:
-    """Rates that have been measured, if with these ranks and this model."""
+def stored(ranks: int, rounds: int, shape: Shape) -> dict[str, Any]:
+    """What has been measured, if with these ranks and rounds and this model."""
     known = read_json("sharded")
-    alike = (known.get("ranks"), known.get("shape")) == (ranks, vars(shape))
-    return dict(known["rates"]) if alike else {}
+    alike = (ranks, rounds, vars(shape))
+    return dict(known["runs"]) if alike == tuple(map(known.get, ALIKE)) else {}
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure rate by rate; what is there is kept if a later one fails."""
     quick, ranks = arguments.quick, arguments.ranks
     shape, rounds = (TINY, 1) if quick else (SHAPE, arguments.rounds)
-    results = {} if quick or arguments.again else stored(ranks, shape)
+    results = {} if quick or arguments.again else stored(ranks, rounds, shape)
     why = missing()
     if why:
         print(why)
-    rates = [UNLIMITED] if why else arguments.rates
-    for rate in rates[:1] if quick else rates:
-        if rate not in results:
-            results[rate] = measure(rate, ranks, rounds, shape)
+    rates, all_tokens = [UNLIMITED] if why else arguments.rates, arguments.tokens
+    pairs = [(rate, tokens) for tokens in all_tokens for rate in rates]
+    for rate, tokens in pairs[:1] if quick else pairs:
+        key = f"{rate}, {tokens}"
+        if key not in results:
+            results[key] = measure(rate, tokens, ranks, rounds, shape)
             if not quick:
-                write_json("sharded", {"ranks": ranks, "shape": vars(shape), "rates": results})
-        show(rate, ranks, results[rate])
+                alike = dict(zip(ALIKE, (ranks, rounds, vars(shape)), strict=True))
+                write_json("sharded", {**alike, "runs": results})
+        show(rate, tokens, ranks, results[key])
 
 
 def main() -> None:
@@ -301,12 +368,13 @@ def main() -> None:
     parser.add_argument(
         "--rates", nargs="+", default=["500mbit", UNLIMITED], help="as tc writes them"
     )
+    parser.add_argument("--tokens", nargs="+", default=[*TOKENS], help="samples x tokens per rank")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, one rate; nothing is written"
     )
-    parser.add_argument("--again", action="store_true", help="measure all rates again")
+    parser.add_argument("--again", action="store_true", help="measure everything again")
     parser.add_argument("--plan", action="store_true", help="computed numbers only")
     arguments = parser.parse_args()
     if not arguments.plan:
