@@ -14,12 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kronfac
-from kronfac.distributed import portions
+from kronfac.distributed import portions, prepared
 from kronfac.step.updates import Updates
-from tests.distributed.equivalence import Case, alone, assert_near, case
+from tests.distributed.equivalence import Case, alone, assert_near, case, double_precision
 from tests.distributed.ranks import run
 from tests.sharded import test_checkpoints, test_costs, test_row_local, test_traps
-from tests.sharded.harness import Outcome, Way, build, ignore_advice, on_ranks, shard, train
+from tests.sharded.harness import (
+    Outcome,
+    Way,
+    build,
+    ignore_advice,
+    on_ranks,
+    shard,
+    train,
+    whole_parameters,
+)
 
 DEFAULT: dict[str, Any] = {"rescale": "auto", "momentum": 0.9, "nesterov": True}
 #: The default's steps, with a damping that is relative.
@@ -103,6 +112,24 @@ def test_replicas_are_the_same_bits() -> None:
     for first, second in ((0, 2), (1, 3)):
         for name, one in found[first][0].shards.items():
             assert torch.equal(one, found[second][0].shards[name]), name
+
+
+def unprepared(rank: int, one: Case, room: float) -> tuple[dict[str, Tensor], set[bool]]:
+    with pytest.MonkeyPatch.context() as patch, small(), double_precision():
+        patch.setattr(prepared, "PER_PARAMETER", room)
+        model, optimizer = build(one, Way())
+        train(rank, model, optimizer, one)
+        kept = {s.keeps_prepared for s in optimizer.layers if s.is_worker}
+        return whole_parameters(model), kept
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0, {False}), (2.1, {True, False}), (99, {True})])
+def test_inverses_that_are_not_kept_change_nothing(room: float, kept: set[bool]) -> None:
+    one = case("mlp", steps=4, **LINE)
+    found = run(2, unprepared, one, room)
+    for parameters, _ in found:
+        assert_near(parameters, alone(one).parameters, f"room for {room}")
+    assert set().union(*(own for _, own in found)) == kept
 
 
 def decides_alone(rank: int, kind: str) -> tuple[bool, Tensor]:

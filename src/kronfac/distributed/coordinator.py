@@ -71,10 +71,12 @@ class Coordinator(ABC):
     #: How many ranks observe the same samples.
     observers: int = 1
 
-    #: Whether memory matters more than a few products at a factor step.
-    is_frugal: bool = False
-
     # --- who is there, and who does what --------------------------------------------------------
+
+    @property
+    def is_frugal(self) -> bool:
+        """Whether memory matters more than a few products."""
+        return False
 
     @property
     @abstractmethod

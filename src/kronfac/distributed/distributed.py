@@ -25,6 +25,7 @@ from kronfac.distributed.layout import Layout
 from kronfac.distributed.local import settle_own
 from kronfac.distributed.overview import Overview, overview, solved_by
 from kronfac.distributed.parameter_owners import Ownership
+from kronfac.distributed.prepared import keep_prepared
 from kronfac.distributed.reduce import Moment
 from kronfac.distributed.rounds import Rounds
 from kronfac.distributed.shard_exchange import ShardExchange
@@ -65,7 +66,6 @@ class Distributed(Coordinator):
         self.layout = Layout(world, settings, sharding)
         self.rounds = Rounds(self.layout, phases)
         self.spreading = (ShardExchange if sharding else Spreading)(self.layout, phases)
-        self.is_frugal = sharding is not None
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
         self._part_weights: dict[nn.Parameter, float] = {}
@@ -75,6 +75,11 @@ class Distributed(Coordinator):
         self._compared = self._agreed_on_broadcast = False
 
     # --- who is there, and who does what --------------------------------------------------------
+
+    @property
+    def is_frugal(self) -> bool:
+        """Whether memory matters more than a few products: parameters are sharded."""
+        return self.layout.sharding is not None and self.layout.spreads
 
     @property
     def size(self) -> int:
@@ -99,12 +104,18 @@ class Distributed(Coordinator):
         self.layout.attach(states, intervals())
         self.rounds.buckets.clear()
         self.spreading.attach(states)
+        self._keep_prepared()
         self.ownership.assign(states, groups)
 
     def use(self, placement: Placement) -> None:
         """Work by this placement from now on."""
         self.layout.use(placement)
+        self._keep_prepared()
         self.rounds.buckets.clear()
+
+    def _keep_prepared(self) -> None:
+        if self.is_frugal:
+            keep_prepared(list(self.layout.units))
 
     def solved_by(self, state: LayerState) -> str:
         """The ranks that solve a layer: ``"0"``, ``"0,3"`` for its parts, ``"0+3"`` if divided."""

@@ -109,16 +109,20 @@ def _polar(x: Tensor, square: Tensor, fourth: Tensor | None, dtype: torch.dtype)
             # Only now: what rounding adds to singular values that were zero has less far to grow.
             x = x.to(dtype)
             square, fourth = _square(x), None
-        x = _advance(x, square, fourth, COEFFICIENTS[taken : taken + count])
+        step, first = _combined(square, fourth, COEFFICIENTS[taken : taken + count])
+        del square, fourth  # before there is another matrix
+        x = _times(step, x, first)
         taken += count
     return x
 
 
-def _advance(x: Tensor, square: Tensor, fourth: Tensor | None, steps: tuple[Step, ...]) -> Tensor:
-    """Some steps: one on the matrix itself, several as a polynomial in ``S``, with which all commute."""
+def _combined(
+    square: Tensor, fourth: Tensor | None, steps: tuple[Step, ...]
+) -> tuple[Tensor, float]:
+    """``P`` and ``a`` of ``aX + PX``: one step, or several as a polynomial in ``S``; all commute."""
     if len(steps) == 1:
         first, third, fifth = steps[0]
-        return _times(_polynomial(square, fourth, third, fifth), x, first)
+        return _polynomial(square, fourth, third, fifth), first
     total: Tensor | None = None
     for number, (first, third, fifth) in enumerate(steps, 1):
         step = _polynomial(square, fourth, third, fifth)
@@ -127,7 +131,7 @@ def _advance(x: Tensor, square: Tensor, fourth: Tensor | None, steps: tuple[Step
         if number < len(steps):
             square, fourth = (step @ square) @ step, None
     assert total is not None
-    return _times(total, x, 0.0)
+    return total, 0.0
 
 
 def _polynomial(square: Tensor, fourth: Tensor | None, third: float, fifth: float) -> Tensor:

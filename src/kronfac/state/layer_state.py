@@ -62,8 +62,8 @@ class LayerState:
         self.fell_back = False
         self.note = ""
         self.offset = 0
-        #: Whether this rank observes the layer, and holds its solution.
-        self.observed = self.is_worker = True
+        #: Whether this rank observes the layer, holds its solution, and keeps what is prepared of that.
+        self.observed = self.is_worker = self.keeps_prepared = True
         #: Whether statistics are compared with those of earlier refreshes, which are then kept.
         self.compares = False
         #: Whether some of its inputs stand for all samples of a forward, as all ranks have agreed, how
@@ -315,7 +315,7 @@ class LayerState:
     def applied(self, damping: float | Tensor) -> dict[str, Tensor]:
         """What a step multiplies by: the solution, or what the block prepares of it for this damping."""
         assert self.solution is not None
-        if not self.block.prepares:
+        if not (self.block.prepares and self.keeps_prepared):
             return self.solution
         known = self._prepared
         if known is None or known[0] is not self.solution or not _same(known[1], damping):

@@ -65,7 +65,7 @@ class Batch:
 
     def forget_prepared(self) -> None:
         """Let go of what blocks prepare; solutions stay."""
-        if self.states[0].block.prepares:
+        if self.states[0].block.prepares and self.states[0].keeps_prepared:
             self._stacked = {}
             self._known = [None] * len(self.states)
             for state in self.states:
@@ -183,7 +183,7 @@ def _kind(state: LayerState) -> Hashable:
         return state, solved
     layer, piece = state.layer, state.view.slice
     kind = signature, type(layer), layer.weight.shape, layer.weight.device
-    return *kind, state.rule, solved, piece
+    return *kind, state.rule, solved, piece, state.keeps_prepared
 
 
 def _is_solved(state: LayerState) -> bool:

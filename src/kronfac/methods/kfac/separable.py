@@ -4,7 +4,7 @@ In the eigenbasis the exact form divides by ``v_G v_Aᵀ + γ``, no product of a
 takes four products: there and back on each side. Here it becomes ``s tᵀ``, whose logarithm is nearest:
     ``log s_i + log t_j = -(mean_j L_ij + mean_i L_ij - mean_ij L)``, ``L = log(v_G v_Aᵀ + γ)``,
 and ``P = [Q_G s Q_Gᵀ] V [Q_A t Q_Aᵀ]``, with both brackets made once for a solution and a damping, by
-every rank that applies them. For γ = 0 it is exact.
+every rank that applies them; without these it takes four products as well. For γ = 0 it is exact.
 The two products of Cholesky, with damping on each factor, are another such form, but not the nearest.
 """
 
@@ -53,10 +53,7 @@ class SeparableBlock(KFACBlock):
 
     def prepare(self, solution: Tensors, damping: float | Tensor) -> dict[str, Tensor]:
         """See :meth:`Block.prepare`: ``Q_G s Q_Gᵀ`` and ``Q_A t Q_Aᵀ``."""
-        values = solution["G.values"], solution["A.values"]
-        if not isinstance(damping, Tensor):
-            damping = values[0].new_full((), damping)
-        scales = separable(*values, damping)
+        scales = _scales(solution, damping)
         return {
             f"{side}.inverse": _turned(solution[f"{side}.vectors"], scale)
             for side, scale in zip(("G", "A"), scales, strict=True)
@@ -64,9 +61,11 @@ class SeparableBlock(KFACBlock):
 
     @full_precision
     def _apply(self, solution: Tensors, gradient: Tensor, damping: float | Tensor) -> Tensor:
-        if "A.inverse" not in solution:
-            solution = self.prepare(solution, damping)
-        return solution["G.inverse"] @ gradient @ solution["A.inverse"]
+        if "A.inverse" in solution:
+            return solution["G.inverse"] @ gradient @ solution["A.inverse"]
+        s, t = _scales(solution, damping)
+        turned = self._turn(solution, gradient).mul_(s[..., None]).mul_(t[..., None, :])
+        return self._turn_back(solution, turned)
 
     @property
     def row_flops(self) -> int | None:
@@ -93,6 +92,14 @@ class SeparableBlock(KFACBlock):
     def _gram_flops(self, side: str) -> int:
         width = self.widths[side]
         return math.prod(self.shape[:-2]) * gram_flops(width, width)
+
+
+def _scales(solution: Tensors, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """``s`` and ``t`` of a solution."""
+    values = solution["G.values"], solution["A.values"]
+    if not isinstance(damping, Tensor):
+        damping = values[0].new_full((), damping)
+    return separable(*values, damping)
 
 
 def _turned(vectors: Tensor, scale: Tensor) -> Tensor:
