@@ -103,7 +103,9 @@ def test_steps_that_need_all_layers_stay_together() -> None:
 @pytest.mark.parametrize("solver", ["eigen", "cholesky", "separable"])
 def test_every_layer_and_solver(size: int, solver: str) -> None:
     kinds = ("mlp", "cnn", "transformer", "shared", "positions", "gated")
-    check(size, *((case(kind, steps=4, solver=solver), Way("model")) for kind in kinds))
+    # Of "positions" a rank must not have as many samples as there are tokens.
+    runs = [case(kind, steps=4, solver=solver, samples=24) for kind in kinds]
+    check(size, *((one, Way("model")) for one in runs))
 
 
 @pytest.mark.slow
