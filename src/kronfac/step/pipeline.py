@@ -47,7 +47,6 @@ from kronfac.step.random_seeds import RandomSeeds
 from kronfac.step.row_form import RowForm
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
-from kronfac.step.scale_free import mark_scale_free
 from kronfac.step.schedule import Clock, spread_offsets
 from kronfac.step.shared_inputs import SharedInputs
 from kronfac.step.transforms import Momentum
@@ -208,8 +207,7 @@ class Preconditioner:
         self._take_all(due, coordinator.share(solved))
         self._judge(list(due))
         self._solve_again(states)
-        if self.options.rescale == "auto" and self.options.momentum:
-            mark_scale_free(states, coordinator, self.clock.step)
+        self._updates.look_at_scales(states, coordinator, self.clock.step)
         if not collects_first:
             coordinator.collect(states)
         self._update(states, groups)

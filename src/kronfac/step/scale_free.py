@@ -50,9 +50,7 @@ def _is_due(state: LayerState, step: int) -> bool:
 
 def _sums(state: LayerState) -> Tensor:
     """``Σ ⟨w_i, g_i⟩²`` and ``Σ ‖w_i‖²‖g_i‖²`` of a weight that is whole here."""
-    layer, view = state.layer, state.view
-    weight = layer._to_matrix(view.value_of(layer.weight)).to(layer.factor_dtype)
-    return _row_sums(weight, layer._to_matrix(view.weight_grad).to(layer.factor_dtype))
+    return _row_sums(state.view.weight(), state.view.gradient())
 
 
 def _part_sums(state: LayerState, coordinator: Coordinator) -> Tensor:
