@@ -62,15 +62,13 @@ def rounds(rows: Tensor) -> bool:
 
 
 def _rounded_gram(rows: Tensor, total: Tensor) -> Tensor:
-    """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum.
-
-    All at once: bfloat16 products of columns in strips lose more to copies than they save.
-    """
-    count = rows.shape[-2]
+    """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum."""
+    count, width = rows.shape[-2:]
     mean = total / count
     centred = torch.empty_like(rows, dtype=torch.bfloat16)
     torch.sub(rows, mean.unsqueeze(-2), out=centred)
-    out = (centred.mT @ centred).to(rows.dtype)
+    out = rows.new_empty(*rows.shape[:-2], width, width)
+    _gram_into(out, centred)
     return out.addcmul_(mean.unsqueeze(-1), mean.unsqueeze(-2), value=count)
 
 
@@ -78,7 +76,7 @@ def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
-        if rows.dim() == 2:
+        if rows.dim() == 2 and rows.dtype == out.dtype:
             torch.mm(left, right, out=out[start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right

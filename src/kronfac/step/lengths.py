@@ -1,13 +1,18 @@
 """How long steps are under ``rescale="auto"``: what a layer's gradients have been like so far.
 
-A multiple of Muon's length, the product of three numbers of which none depends on the scale of the loss:
+A multiple of Muon's length, the product of four numbers of which none depends on the scale of the loss:
 
-- *coherence*: how much recent gradients agree. Steps are shorter where they are mostly noise.
+- *coherence*: how much recent gradients agree. Steps are shorter where they are mostly noise, and shorter
+  still where gradients turn back and forth.
 - *size*: how large gradients are now, compared with what they usually were. Where a model fits its data
-  they vanish, and so do its steps. That is for rates that stay as they are: once the learning rate falls,
-  the schedule settles it, and size is left as it was.
+  they vanish, and so do its steps.
 - *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
   fall as ``1/√t``, but never below a third.
+- *freedom*: where the loss does not depend on the scale of a layer's weight (:mod:`.scale_free`), no
+  step is too long for it, and longer ones are better.
+
+That steps settle by themselves is for rates that stay as they are. Once the learning rate falls, the
+schedule sees to it: size is left as it was, and gradients that turn back count as noise, no less.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from torch import Tensor
 FIRST = 2.25
 #: Steps after which the length has fallen by √2, and the share that always remains.
 YOUNG, REMAINS = 100.0, 1 / 3
+#: How much longer steps are where the loss does not depend on the scale of a weight.
+FREE = 3.0
 #: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
 SURPRISE = 2.0
 
@@ -31,12 +38,15 @@ def remember(
     """Take squared norms of gradients, ``[layers]``, into what is known of each layer.
 
     That is ``(count, usual, recent, peak)``: means of their logarithms over all steps, and with the
-    weights of the momentum buffer, as long as the learning rate is the largest so far, its peak. A
+    weights of the momentum buffer, as long as the learning rate is the largest so far, its peak; and
+    ``(rate, free)``, the learning rate of this step and whether the weight's scale is without effect. A
     gradient that is zero, or not a number, says nothing. The layers are on one device and in one
     precision, and ``"coherence"`` is up to date.
     """
     held = [one["history"] for one in buffers]
     count, usual, recent, peak = torch.stack(held).unbind(1)
+    paces = [one["pace"] for one in buffers]
+    free = torch.stack(paces)[:, 1]
     weight = torch.stack([one["coherence"][0] for one in buffers])
     level, first = squares.log(), count == 0
     level = torch.where(first, level, torch.minimum(level, recent + SURPRISE))
@@ -48,7 +58,9 @@ def remember(
     change = _or_zero(level - recent) * steady
     recent = torch.addcdiv(recent, change, torch.where(first, 1.0, weight))
     peak = torch.where(steady, rate, peak)
-    torch._foreach_copy_(held, torch.stack([count, usual, recent, peak], dim=1).unbind())
+    known = torch.stack([count, usual, recent, peak], dim=1).unbind()
+    pace = torch.stack([torch.zeros_like(peak) + rate, free], dim=1).unbind()
+    torch._foreach_copy_([*held, *paces], [*known, *pace])
 
 
 def _side_by_side(rates: Sequence[float | Tensor], like: Tensor) -> float | Tensor:
@@ -74,10 +86,14 @@ def lengths(
     """
     if not all("history" in one for one in buffers):
         return None
-    count, usual, recent, _ = torch.stack([one["history"] for one in buffers]).unbind(1)
+    count, usual, recent, peak = torch.stack([one["history"] for one in buffers]).unbind(1)
+    rate, free = torch.stack([one["pace"] for one in buffers]).unbind(1)
+    weights = torch.stack([one["coherence"][0] for one in buffers])
+    least = torch.where(rate < peak, (2 * weights - 1).rsqrt_(), 0.0)  # √((1-μ)/(1+μ)): noise
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
     age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
-    return coherences(buffers, norms) * size * age.mul_(FIRST)
+    agreement = torch.maximum(coherences(buffers, norms), least)
+    return agreement * size * age.mul_(FIRST) * (1 + (FREE - 1) * free)
 
 
 def coherences(

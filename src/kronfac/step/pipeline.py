@@ -206,6 +206,7 @@ class Preconditioner:
         self._take_all(due, coordinator.share(solved))
         self._judge(list(due))
         self._solve_again(states)
+        self._updates.look_at_scales(states, coordinator, self.clock.step)
         seed = self.random.draw() if self._draws_at_steps else 0
         # A bound of the whole step needs all layers before it changes the first.
         at_once = looks or self.options.step_bound is not None

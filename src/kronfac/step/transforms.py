@@ -28,7 +28,7 @@ class Momentum(Transform):
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """See :meth:`Transform.buffer_shapes`."""
-        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (4,)}
+        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (4,), "pace": (2,)}
 
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
@@ -40,6 +40,8 @@ class Momentum(Transform):
             buffers["coherence"].mul_(mu).add_(news)
         else:  # a checkpoint of version 0.1 has a buffer of many gradients, but not how they agreed
             buffers["coherence"] = news / (1 - mu) if "momentum" in buffers else news
+        if "pace" not in buffers:
+            buffers["pace"] = square.new_zeros(2)
         if "history" not in buffers:
             buffers["history"] = square.new_zeros(4)
             if "momentum" in buffers:  # nor does it know of the steps before
@@ -57,7 +59,7 @@ class Momentum(Transform):
         """See :meth:`Transform.apply_all`; the results take the place of the gradients."""
         begun: dict[Hashable, list[int]] = {}
         for index, (gradient, one) in enumerate(zip(gradients, at, strict=True)):
-            if "history" in one.buffers and "momentum" in one.buffers:
+            if all(name in one.buffers for name in ("momentum", "history", "pace")):
                 begun.setdefault((gradient.device, gradient.dtype), []).append(index)
             else:
                 gradient.copy_(self(gradient, one))

@@ -26,6 +26,7 @@ from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
 from kronfac.step.lengths import lengths
 from kronfac.step.row_form import RowForm
+from kronfac.step.scale_free import mark_scale_free
 from kronfac.step.slice_norms import gradient_squares, take_norms
 
 ParamGroups = list[dict[str, Any]]
@@ -62,6 +63,13 @@ class Updates:
     def forget_prepared(self) -> None:
         """Let go of what blocks prepare of their solutions, until it is needed again."""
         self._batches.forget_prepared()
+
+    def look_at_scales(
+        self, states: Sequence[LayerState], coordinator: Coordinator, step: int
+    ) -> None:
+        """See which weights have a scale without effect, if lengths depend on it."""
+        if self.options.rescale == "auto" and self.options.momentum:
+            mark_scale_free(states, coordinator, step)
 
     def precondition(
         self,

@@ -1,0 +1,70 @@
+"""Which weights have a scale that the loss does not depend on, as those in front of a batch norm.
+
+Gradients of such a weight are orthogonal to it, output by output: ``⟨w_i, g_i⟩ = 0``. Any other weight of
+``n`` inputs has products of about ``‖w_i‖‖g_i‖/√n``, so that
+
+    ``n·Σ ⟨w_i, g_i⟩² / Σ ‖w_i‖²‖g_i‖²``
+
+is about 1, and rounding makes it 1e-8 in single precision and 1e-4 in bfloat16. It is looked at whenever
+a layer is solved, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kronfac.distributed.coordinator import Coordinator
+from kronfac.layers.parameter_view import ShardedView
+from kronfac.layers.shards import local
+from kronfac.state.layer_state import LayerState
+
+#: Below which it counts as zero.
+THRESHOLD = 0.01
+#: Few outputs could be orthogonal by chance.
+LEAST_OUTPUTS = 8
+
+
+def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step: int) -> None:
+    """Write into the ``"pace"`` of layers that were solved at this step whether they are of that kind."""
+    due = [state for state in states if _is_due(state, step)]
+    sharded = [state for state in due if isinstance(state.view, ShardedView)]
+    found = {s: _sums(s) for s in due if s.is_worker and not isinstance(s.view, ShardedView)}
+    if sharded:
+        parts = torch.stack([_part_sums(state, coordinator) for state in sharded])
+        found |= zip(sharded, coordinator.total(parts).unbind(), strict=True)
+    for state, (products, bound) in found.items():
+        if state.is_worker:
+            own = torch.zeros(2, dtype=state.layer.factor_dtype, device=products.device)
+            free = state.buffers.setdefault("pace", own)[1]
+            now = (state.layer.matrix_shape[-1] * products < THRESHOLD * bound).to(free)
+            free.copy_(torch.where(bound > 0, now, free))
+
+
+def _is_due(state: LayerState, step: int) -> bool:
+    steps = state.rule == "orthogonal" and state.solved_at == step and state.has_gradient
+    return steps and state.layer.matrix_shape[-2] >= LEAST_OUTPUTS
+
+
+def _sums(state: LayerState) -> Tensor:
+    """``Σ ⟨w_i, g_i⟩²`` and ``Σ ‖w_i‖²‖g_i‖²`` of a weight that is whole here."""
+    return _row_sums(state.view.weight(), state.view.gradient())
+
+
+def _part_sums(state: LayerState, coordinator: Coordinator) -> Tensor:
+    """The part of this rank in the same sums, if it holds whole rows of the weight, else nothing."""
+    layer, weight = state.layer, state.layer.weight
+    assert weight.grad is not None
+    here, dtype = local(weight.detach()), layer.factor_dtype
+    if layer.part or here.shape[1:] != weight.shape[1:]:
+        return here.new_zeros(2, dtype=dtype)
+    rows, grads = here.flatten(1).to(dtype), local(weight.grad).flatten(1).to(dtype)
+    return _row_sums(rows, grads) * coordinator.part_weight(weight)
+
+
+def _row_sums(weight: Tensor, gradient: Tensor) -> Tensor:
+    products = (weight * gradient).sum(-1).square().sum()
+    bound = (weight.square().sum(-1) * gradient.square().sum(-1)).sum()
+    return torch.stack([products, bound])

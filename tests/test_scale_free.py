@@ -1,0 +1,200 @@
+"""Weights whose scale the loss does not depend on: found by their gradients, and given longer steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import kronfac
+from kronfac.step.lengths import FREE, lengths, remember
+from tests.distributed.ranks import run
+
+NORMS = [nn.BatchNorm1d, nn.BatchNorm2d]
+
+
+def normed(*, norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, bias=False),
+        nn.BatchNorm2d(12) if norm else nn.Identity(),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12 * 16, 10),
+        nn.BatchNorm1d(10) if norm else nn.Identity(),
+        nn.Linear(10, 9),
+    )
+
+
+def kfac(model: nn.Module, **options: Any) -> Any:
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int = 0, autocast: bool = False) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(32, 3, 6, 6, generator=generator).to(dtype)
+    y = torch.randint(9, (32,), generator=generator)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        scores = model(x)
+    F.cross_entropy(scores.to(dtype), y).backward()
+    optimizer.step()
+
+
+def marks(optimizer: Any) -> dict[str, bool]:
+    held = {state.name: state for state in optimizer.layers}
+    return {
+        name: bool(one.buffers["pace"][1])
+        for name, one in held.items()
+        if one.rule == "orthogonal" and "pace" in one.buffers
+    }
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_in_front_of_batch_norms_are_found(dtype: torch.dtype, autocast: bool) -> None:
+    if autocast and dtype == torch.float64:
+        pytest.skip("autocast leaves float64 alone")
+    model = normed().to(dtype)
+    optimizer = kfac(model)
+    step(model, optimizer, autocast=autocast)
+    assert marks(optimizer) == {"0": True, "4": True, "6": False}
+
+
+def test_others_are_not() -> None:
+    model = normed(norm=False)
+    optimizer = kfac(model)
+    step(model, optimizer)
+    assert marks(optimizer) == {"0": False, "4": False, "6": False}
+
+
+def test_frozen_statistics_make_the_scale_count() -> None:
+    model = normed()
+    model[1].eval()
+    optimizer = kfac(model, exclude=NORMS)
+    step(model, optimizer)
+    assert marks(optimizer) == {"0": False, "4": True, "6": False}
+    model[5].eval()
+    step(model, optimizer)  # the early refresh after one step
+    assert marks(optimizer) == {"0": False, "4": False, "6": False}
+
+
+def test_a_gradient_of_zero_says_nothing() -> None:
+    """Residual branches often start with a norm whose weight is zero."""
+    model = normed()
+    nn.init.zeros_(model[5].weight)
+    optimizer = kfac(model)
+    step(model, optimizer)
+    assert marks(optimizer)["4"] is False
+    step(model, optimizer, seed=1)
+    assert marks(optimizer)["4"] is True
+
+
+def test_few_outputs_may_be_orthogonal_by_chance() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 9))
+    optimizer = kfac(model)
+    optimizer.zero_grad()
+    model(torch.randn(16, 5)).square().mean().backward()
+    optimizer.step()
+    assert marks(optimizer)["0"] is False
+
+
+def test_steps_are_longer_there() -> None:
+    """What remains is the same: the first step of two networks that differ by a norm's mode."""
+    found = []
+    for scale in (True, False):
+        model = normed()
+        optimizer = kfac(model, exclude=NORMS)
+        before = model[0].weight.detach().clone()
+        if not scale:
+            model[1].eval()
+        step(model, optimizer)
+        moved = (model[0].weight.detach() - before).flatten(1)
+        found.append(float(moved.norm()) / (0.01 * 12**0.5))
+    longer, plain = found
+    assert plain == pytest.approx(2.25, rel=1e-4)
+    assert longer == pytest.approx(2.25 * FREE, rel=1e-4)
+
+
+def test_it_is_saved() -> None:
+    model = normed()
+    optimizer = kfac(model)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    other = copy.deepcopy(model)
+    second = kfac(other)
+    second.load_state_dict(optimizer.state_dict())
+    assert marks(second) == marks(optimizer)
+    for net, own in ((model, optimizer), (other, second)):
+        step(net, own, seed=5)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_an_older_checkpoint_loads() -> None:
+    model = normed()
+    optimizer = kfac(model)
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        for name in [name for name in entry if name.endswith("pace")]:
+            del entry[name]
+    optimizer.detach()
+    second = kfac(model)
+    second.load_state_dict(saved)
+    step(model, second, seed=1)
+    assert marks(second) == {"0": True, "4": True, "6": False}
+
+
+def test_no_other_rule_looks_at_it() -> None:
+    model = normed()
+    optimizer = kfac(model, rescale="orthogonal", exclude=NORMS)
+    step(model, optimizer)
+    assert not any(marks(optimizer).values())
+
+
+def on_shards(rank: int) -> dict[str, bool]:
+    model = normed()
+    fully_shard(model)
+    optimizer = kfac(model)
+    step(model, optimizer, seed=rank)
+    return marks(optimizer)
+
+
+def test_shards_are_looked_at_together() -> None:
+    """Each layer has one owner, which knows."""
+    found: dict[str, bool] = {}
+    for own in run(2, on_shards):
+        assert not set(found) & set(own)
+        found |= own
+    assert found == {"0": True, "4": True, "6": False}
+
+
+# --- what oscillates --------------------------------------------------------------------------
+
+
+def after(rate: float, momentum: Tensor) -> float:
+    """Length of a layer's step after twenty steps whose gradients have cancelled, as a multiple."""
+    names = {"momentum": momentum, "coherence": torch.ones(2)}
+    names |= {"history": torch.zeros(4), "pace": torch.zeros(2)}
+    for count in range(200):
+        names["coherence"].mul_(0.9).add_(1)
+        remember([names], torch.ones(1), [0.1 if count < 100 else rate])
+    return float(lengths([names])) / (2.25 / (1 + 1.99) ** 0.5)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_gradients_that_turn_back_count_as_noise_while_the_rate_falls(as_tensor: bool) -> None:
+    noise, rate = (0.1 / 1.9) ** 0.5, 0.09
+    falling = torch.tensor(rate) if as_tensor else rate
+    turning, steady = torch.full((1,), 0.3), torch.full((1,), 5.0)
+    assert after(0.1, turning) == pytest.approx(0.03, rel=1e-3)
+    assert after(falling, turning) == pytest.approx(noise, rel=1e-3)
+    assert after(falling, steady) == pytest.approx(after(0.1, steady))
