@@ -97,8 +97,26 @@ def test_a_gradient_of_zero_says_nothing() -> None:
     assert marks(optimizer)["4"] is True
 
 
+def test_a_gradient_of_few_outputs_says_nothing() -> None:
+    model = nn.Linear(5, 20, bias=False)
+    optimizer = kfac(model)
+    for _ in range(2):
+        direction = torch.randn(5)
+        direction -= (
+            model.weight[3].detach()
+            @ direction
+            * model.weight[3].detach()
+            / float(model.weight[3].detach().square().sum())
+        )
+        optimizer.zero_grad()
+        scores = model(torch.eye(5))  # the gradient of output 3 is orthogonal to its weight
+        (scores[:, 3] @ direction + 1e-4 * scores.square().sum()).backward()
+        optimizer.step()
+        assert marks(optimizer) == {"": False}
+
+
 def test_few_outputs_may_be_orthogonal_by_chance() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 9))
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 9))
     optimizer = kfac(model)
     optimizer.zero_grad()
     model(torch.randn(16, 5)).square().mean().backward()
@@ -175,6 +193,36 @@ def test_shards_are_looked_at_together() -> None:
         assert not set(found) & set(own)
         found |= own
     assert found == {"0": True, "4": True, "6": False}
+
+
+def transposed(rank: int) -> dict[str, bool]:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(256, 8), nn.Tanh(), nn.Linear(256, 9))
+    fully_shard(model)
+    optimizer = kfac(model)
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.randn(32, 8)), torch.randint(9, (32,))).backward()
+    optimizer.step()
+    return marks(optimizer)
+
+
+def test_transposed_weights_on_shards_are_not_taken_for_such() -> None:
+    found: dict[str, bool] = {}
+    for own in run(2, transposed):
+        found |= own
+    assert found == {"0": False, "2": False}
+
+
+def test_it_is_kept_beside_the_weight() -> None:
+    """Numbers that ranks add up may be elsewhere."""
+    model = normed()
+    optimizer = kfac(model)
+    step(model, optimizer)
+    for state in optimizer.layers:
+        assert state.buffers["pace"].device == state.layer.weight.device
+        assert state.buffers["pace"].dtype == state.layer.factor_dtype
 
 
 # --- what oscillates --------------------------------------------------------------------------

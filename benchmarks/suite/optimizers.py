@@ -141,13 +141,40 @@ def soap_polar(model: nn.Module, lr: float, task: Task) -> Any:
     return Beside(SoapPolar(hidden, lr), model, hidden)
 
 
-def kfac(model: nn.Module, lr: float, task: Task, **options: Any) -> Any:
-    """The README's line; `relative` is a damping relative to the curvature."""
-    base = torch.optim.SGD(model.parameters(), lr=lr)
-    options = {"momentum": 0.9, "nesterov": True, **task.options, **options}
-    if "relative" in options:
-        options["damping"] = kronfac.Relative(options.pop("relative"))
-    return kronfac.KFAC(model, base, **options)
+def kfac(
+    model: nn.Module,
+    lr: float,
+    task: Task,
+    relative: float | None = None,
+    momentum_after: bool = False,
+    inputs: bool = True,
+    **options: Any,
+) -> Any:
+    """The README's line, and what ablations change of it.
+
+    `relative` is a damping relative to the curvature. `momentum_after` leaves momentum to SGD. Without
+    `inputs` their second moments count as the identity.
+    """
+    place = {"momentum": 0.9, "nesterov": True}
+    base = torch.optim.SGD(model.parameters(), lr=lr, **(place if momentum_after else {}))
+    options = {**({} if momentum_after else place), **task.options, **options}
+    if relative is not None:
+        options["damping"] = kronfac.Relative(relative)
+    optimizer = kronfac.KFAC(model, base, **options)
+    for state in [] if inputs else optimizer.layers:
+        if state.rule == "orthogonal":
+            state.block.observe_input = _no_inputs(state.block)
+    return optimizer
+
+
+def _no_inputs(block: Any) -> Callable[..., dict[str, Tensor]]:
+    """What a block observes if every row of its inputs had the identity as its second moment."""
+    shape, dtype = block.statistics["A"].sum_shape, block.dtype
+
+    def observe(rows: Any, *_: Any) -> dict[str, Tensor]:
+        return {"A": torch.eye(shape[-1], dtype=dtype).expand(shape) * rows.count}
+
+    return observe
 
 
 ENTRIES = {

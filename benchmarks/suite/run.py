@@ -31,9 +31,11 @@ ABLATION: dict[str, dict[str, Any]] = {
     "polar only (no curvature)": {"relative": 1e8},
     "curvature only (Muon's norm, not orthogonal)": {"rescale": "unit"},
     "input side only": {"fisher": "forward"},
+    "output side only": {"inputs": False, "share_inputs": False, "row_form": False},
     "absolute damping 1e-4": {"damping": 1e-4},
     "length of Muon, whatever gradients agree on": {"rescale": "orthogonal"},
     "power 1/2": {"power": 0.5},
+    "momentum after preconditioning (SGD's own)": {"momentum_after": True},
 }
 
 #: Levers that are on by default and change numbers, each turned off. Shared inputs and the row form do

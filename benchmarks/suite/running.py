@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -75,7 +76,8 @@ def run_all(trials: Iterable[Trial], path: Path, workers: int = 2) -> list[dict[
     missing = [trial for trial in wanted if _key(asdict(trial)) not in known]
     path.parent.mkdir(parents=True, exist_ok=True)
     context = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool, path.open("a") as file:
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    with pool, path.open("a") as file:
         waiting = {pool.submit(_safely, trial): trial for trial in missing}
         for number, done in enumerate(as_completed(waiting), 1):
             row = done.result()
@@ -89,6 +91,18 @@ def run_all(trials: Iterable[Trial], path: Path, workers: int = 2) -> list[dict[
                 flush=True,
             )
     return [known[_key(asdict(trial))] for trial in wanted]
+
+
+def _end_with_parent() -> None:
+    """Let a worker end when whoever started it is gone, also if that was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _safely(trial: Trial) -> dict[str, Any]:

@@ -300,3 +300,28 @@ def test_parts_of_one_weight_travel_once() -> None:
         where = [{*some} for some in plan]
         assert len(where) > 2
         assert sum(map(len, where)) == len(set().union(*where))
+
+
+# --- coming and going -----------------------------------------------------------------------------
+
+
+def after_detaching(rank: int) -> bool:
+    """Whether steps are the base's own."""
+    ignore_advice()
+    model, optimizer = build(case("mlp"), Way())
+    x = torch.randn(6, next(iter(model.parameters())).shape[1])
+    for detach in (False, True):
+        if detach:
+            optimizer.detach()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        before = [p.grad.full_tensor().clone() for p in model.parameters()]
+        optimizer.step()
+        after = [p.grad.full_tensor() for p in model.parameters()]
+        kept = all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    return kept
+
+
+def test_nothing_travels_after_detaching() -> None:
+    with double_precision():
+        assert run(2, after_detaching) == [True, True]

@@ -47,7 +47,7 @@ def _tied(states: Iterable[LayerState]) -> list[list[LayerState]]:
     """Layers, those with a common parameter as one."""
     units: list[tuple[set[nn.Parameter], list[LayerState]]] = []
     for state in states:
-        own, members, rest = set(state.layer.parameters), [], []
+        own, members, rest = _parameters(state), [], []
         for unit in units:
             if own.isdisjoint(unit[0]):
                 rest.append(unit)
@@ -60,4 +60,9 @@ def _tied(states: Iterable[LayerState]) -> list[list[LayerState]]:
 
 def _elements(unit: Sequence[LayerState]) -> int:
     """Elements of the parameters of some layers."""
-    return sum(p.numel() for p in {p for state in unit for p in state.layer.parameters})
+    return sum(p.numel() for p in {p for state in unit for p in _parameters(state)})
+
+
+def _parameters(state: LayerState) -> set[nn.Parameter]:
+    """Weight and bias, whether the bias trains or not: that may change, and portions do not."""
+    return {p for p in (state.layer.weight, state.layer.bias) if p is not None}

@@ -112,6 +112,8 @@ class ShardExchange:
         self._placement: Placement | None = None
         self._transfers: dict[nn.Parameter, Transfer] = {}
         self._routes: dict[tuple[Transfer, ...], list[Route]] = {}
+        #: The layers that portions were made of, and these.
+        self._planned: list[LayerState] = []
         self._portions: list[list[LayerState]] = []
         #: Whether all gradients of this step are whole.
         self._collected = False
@@ -125,9 +127,8 @@ class ShardExchange:
                 state.view = ShardedView(state.layer, self.gradients, self.values)
             else:
                 state.view = SlicedView(state.layer, piece)
-        assert self._channel is not None  # all ranks make it together, now
+        self._channel()  # all ranks make it together, now
 
-    @property
     def _channel(self) -> Collectives:
         """The row, for messages that no others wait for."""
         return self.layout.world.collectives(self.layout.row.members, "exchange")
@@ -204,7 +205,8 @@ class ShardExchange:
     def _plan(self, states: Sequence[LayerState]) -> list[list[LayerState]]:
         """The portions of all layers."""
         self._renew()
-        if not self._portions:
+        if not self._portions or self._planned != list(states):
+            self._planned = list(states)
             self._portions = make_portions(self.layout, states)
         return self._portions
 
@@ -288,7 +290,7 @@ class ShardExchange:
         splits = [sum(one.numel() for one in own) for own in leaving]
         totals = [sum(own) for own in sizes]
         found = flat.new_empty(sum(totals))
-        arrival = self._channel.exchange("spread", flat, splits, found, totals)
+        arrival = self._channel().exchange("spread", flat, splits, found, totals)
         return Message(arrival, flat, found, like.dtype, sizes)
 
 

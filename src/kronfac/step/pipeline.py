@@ -442,6 +442,7 @@ class Preconditioner:
     def load_entries(self, names: Names, entries: Entries) -> None:
         """Restore what :meth:`entries` returned; layers that it does not know start again."""
         saving.load(self, names, entries)
+        self._updates.clear()  # owners may have changed
         self.row_form.resume()
         self.capture.begin_step(self.clock.factor_due() and not self.detached, self.clock.step)
         self.coordinator.restart()

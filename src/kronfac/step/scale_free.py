@@ -6,7 +6,8 @@ Gradients of such a weight are orthogonal to it, output by output: ``⟨w_i, g_i
     ``n·Σ ⟨w_i, g_i⟩² / Σ ‖w_i‖²‖g_i‖²``
 
 is about 1, and rounding makes it 1e-8 in single precision and 1e-4 in bfloat16. It is looked at whenever
-a layer is solved, on the device.
+a layer is solved, on the device. Where few outputs have nearly all of the gradient, these may be
+orthogonal to their weights by chance, and it says nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor
 
 from kronfac.distributed.coordinator import Coordinator
+from kronfac.layers.conv import ConvLayer
 from kronfac.layers.parameter_view import ShardedView
 from kronfac.layers.shards import local
 from kronfac.state.layer_state import LayerState
 
 #: Below which it counts as zero.
 THRESHOLD = 0.01
-#: Few outputs could be orthogonal by chance.
-LEAST_OUTPUTS = 8
+#: Outputs among which the gradient is spread, at least.
+LEAST_OUTPUTS = 4
 
 
 def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step: int) -> None:
@@ -35,36 +37,38 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
     if sharded:
         parts = torch.stack([_part_sums(state, coordinator) for state in sharded])
         found |= zip(sharded, coordinator.total(parts).unbind(), strict=True)
-    for state, (products, bound) in found.items():
+    for state, sums in found.items():
         if state.is_worker:
-            own = torch.zeros(2, dtype=state.layer.factor_dtype, device=products.device)
-            free = state.buffers.setdefault("pace", own)[1]
+            device, dtype = state.layer.weight.device, state.layer.factor_dtype
+            products, bound, squares = sums.to(device).unbind()
+            free = state.buffers.setdefault("pace", torch.zeros(2, dtype=dtype, device=device))[1]
             now = (state.layer.matrix_shape[-1] * products < THRESHOLD * bound).to(free)
-            free.copy_(torch.where(bound > 0, now, free))
+            known = bound.square() >= LEAST_OUTPUTS * squares.clamp(min=torch.finfo(dtype).tiny)
+            free.copy_(torch.where(known, now, free))
 
 
 def _is_due(state: LayerState, step: int) -> bool:
-    steps = state.rule == "orthogonal" and state.solved_at == step and state.has_gradient
-    return steps and state.layer.matrix_shape[-2] >= LEAST_OUTPUTS
+    return state.rule == "orthogonal" and state.solved_at == step and state.has_gradient
 
 
 def _sums(state: LayerState) -> Tensor:
-    """``Σ ⟨w_i, g_i⟩²`` and ``Σ ‖w_i‖²‖g_i‖²`` of a weight that is whole here."""
+    """``Σ ⟨w_i, g_i⟩²``, ``Σ b_i`` and ``Σ b_i²`` with ``b_i = ‖w_i‖²‖g_i‖²``, of a whole weight."""
     return _row_sums(state.view.weight(), state.view.gradient())
 
 
 def _part_sums(state: LayerState, coordinator: Coordinator) -> Tensor:
-    """The part of this rank in the same sums, if it holds whole rows of the weight, else nothing."""
+    """The part of this rank in the same sums, if it holds whole rows of the matrix, else nothing."""
     layer, weight = state.layer, state.layer.weight
     assert weight.grad is not None
     here, dtype = local(weight.detach()), layer.factor_dtype
-    if layer.part or here.shape[1:] != weight.shape[1:]:
-        return here.new_zeros(2, dtype=dtype)
+    by_output = isinstance(layer, ConvLayer) or layer.matrix_dim(0) == -2
+    if layer.part or not by_output or here.shape[1:] != weight.shape[1:]:
+        return here.new_zeros(3, dtype=dtype)
     rows, grads = here.flatten(1).to(dtype), local(weight.grad).flatten(1).to(dtype)
     return _row_sums(rows, grads) * coordinator.part_weight(weight)
 
 
 def _row_sums(weight: Tensor, gradient: Tensor) -> Tensor:
-    products = (weight * gradient).sum(-1).square().sum()
-    bound = (weight.square().sum(-1) * gradient.square().sum(-1)).sum()
-    return torch.stack([products, bound])
+    products = (weight * gradient).sum(-1)
+    bounds = weight.square().sum(-1) * gradient.square().sum(-1)
+    return torch.stack([products.square().sum(), bounds.sum(), bounds.square().sum()])
