@@ -91,13 +91,18 @@ class BatchNormLayer(ChannelNormLayer):
         return self._per_sample(normalised.mul_(grad))
 
     def _by_sums(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Without ``x̂ = (x - mean)·scale``: a CPU adds much faster than it computes ``batch_norm``."""
+        """``Σ g·x̂ = scale·(Σ g·x - mean·Σ g)``, without any of the maps ``x̂ = (x - mean)·scale``.
+
+        A CPU adds much faster than it writes maps. Sums of samples are added in double precision, since
+        the difference, as that of ``mean(x²)`` and ``mean²``, is small beside both where means are large.
+        """
         count = x.numel() / x.shape[1]
-        mean = self._per_sample(x).sum(0) / count
-        centred = x - mean.view(1, -1, *[1] * (x.dim() - 2))
-        variance = self._per_sample(centred.square()).sum(0) / count
+        squares = x.square() if x.dim() == 2 else torch.linalg.vector_norm(x.flatten(2), dim=2) ** 2
+        mean = self._per_sample(x).double().sum(0) / count
+        variance = (squares.double().sum(0) / count - mean.square()).clamp_(min=0)
         scale = torch.rsqrt(variance + self.module.eps)
-        return self._per_sample(centred.mul_(grad)) * scale
+        products = self._per_sample(x * grad).double() - mean * self._per_sample(grad)
+        return (products * scale).to(x.dtype)
 
 
 class GroupNormLayer(ChannelNormLayer):
