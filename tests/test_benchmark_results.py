@@ -153,8 +153,8 @@ def test_the_default_line_is_first_on_most_tasks_that_it_was_not_chosen_on() -> 
             break
         places.append(int(row[-1]))
     assert len(places) == 9
-    assert places.count(1) >= 6
-    assert sum(place > 2 for place in places) == 2  # which the page names
+    assert places.count(1) >= 8
+    assert sum(place > 2 for place in places) <= 1  # which the page names
 
 
 def test_the_page_on_tuning_has_the_tables_of_the_runs_at_real_size() -> None:
