@@ -94,8 +94,11 @@ def bound(size: int, widths: Sequence[int] = SQUARE) -> float:
     return (2 * sum(units) + 4 * parameters) / size + 2 * max(units)
 
 
+FOUR = pytest.param(4, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("options", [DEFAULT, PLAIN], ids=["default", "plain"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, FOUR])
 def test_no_rank_ever_holds_all_statistics(size: int, options: dict[str, Any]) -> None:
     for found in run(size, peaks, options):
         assert set(found) >= PHASES
@@ -103,12 +106,13 @@ def test_no_rank_ever_holds_all_statistics(size: int, options: dict[str, Any]) -
             assert most <= bound(size), f"{where}: {most} of {bound(size):.0f}"
 
 
+@pytest.mark.slow
 def test_micro_batches_take_no_more() -> None:
     for found in run(4, peaks, DEFAULT, SQUARE, 3):
         assert max(found.values()) <= bound(4), found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, FOUR])
 def test_wide_layers_keep_no_more_inverses_than_there_is_room_for(size: int) -> None:
     """With S = 3N statistics on their way reach the bound; steps without them stay well within it."""
     for found in run(size, peaks, DEFAULT, WIDE):

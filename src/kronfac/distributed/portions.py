@@ -17,7 +17,7 @@ from kronfac.state.layer_state import LayerState
 #: How many portions there are at most. Whole gradients exist for about three of them at a time.
 MAX_PORTIONS = 16
 #: Elements of an owner's gradients that are worth messages of their own.
-MIN_ELEMENTS = 2**18
+MIN_ELEMENTS = 2**20
 
 
 def make_portions(layout: Layout, states: Sequence[LayerState]) -> list[list[LayerState]]:

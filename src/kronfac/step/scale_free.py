@@ -42,7 +42,7 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
             device, dtype = state.layer.weight.device, state.layer.factor_dtype
             products, bound, squares = sums.to(device).unbind()
             free = state.buffers.setdefault("pace", torch.zeros(2, dtype=dtype, device=device))[1]
-            now = (state.layer.matrix_shape[-1] * products < THRESHOLD * bound).to(free)
+            now = (state.layer.matrix_shape[-1] * products < THRESHOLD * bound).to(dtype)
             known = bound.square() >= LEAST_OUTPUTS * squares.clamp(min=torch.finfo(dtype).tiny)
             free.copy_(torch.where(known, now, free))
 
