@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ _MOST_ELEMENTS = 2**26
 
 def screen_all(pendings: Iterable[Pending]) -> None:
     """Zero contributions that are not finite and count the others; nothing is read from the device."""
+    alike: dict[Hashable, list[_Entry]] = {}
     waiting = [pending for pending in pendings if pending.unscreened]
     for side in ("input", "output"):
-        alike: dict[Hashable, list[_Entry]] = {}
         for pending in waiting:
             first = pending.unscreened.get(side)
             if first is None:
@@ -31,8 +31,8 @@ def screen_all(pendings: Iterable[Pending]) -> None:
             del pending.unscreened[side]
             ((name, value),) = first.values.items()
             alike.setdefault((value.device, value.dtype), []).append((pending, first, name, value))
-        for entries in alike.values():
-            _screen(entries)
+    for entries in alike.values():
+        _screen(entries)
 
 
 def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
@@ -47,42 +47,52 @@ def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
 
 
 def _screen(entries: Sequence[_Entry]) -> None:
+    """Those of the input side come first."""
     sizes = sizes_of((pending, name, value) for pending, _, name, value in entries)
-    finite = torch.isfinite(sizes)
+    finite = sizes < torch.inf
     bad = finite.logical_not()
     if bad.device.type == "cpu":
         for (_, _, _, value), wrong in zip(entries, bad.unbind(), strict=True):
             value.masked_fill_(wrong, 0)
     else:
-        _zero_alike(entries, bad)
+        zero_together([value for _, _, _, value in entries], bad)
     _count([(pending, first) for pending, first, _, _ in entries], finite)
-    add_dropped([pending for pending, _, _, _ in entries], bad)
+    pendings = [pending for pending, _, _, _ in entries]
+    inputs = sum(first.forward_pass is None for _, first, _, _ in entries)
+    add_dropped(pendings[:inputs], bad[:inputs])
+    add_dropped(pendings[inputs:], bad[inputs:])
 
 
-def _zero_alike(entries: Sequence[_Entry], bad: Tensor) -> None:
-    """Zero what is not finite, contributions of equal shape in one kernel."""
-    alike: dict[Hashable, list[int]] = {}
-    for index, (_, _, _, value) in enumerate(entries):
-        alike.setdefault(value.shape, []).append(index)
-    for own in alike.values():
-        size = max(1, _MOST_ELEMENTS // max(1, entries[own[0]][3].numel()))
-        for start in range(0, len(own), size):
-            some = own[start : start + size]
-            if len(some) == 1:
-                entries[some[0]][3].masked_fill_(bad[some[0]], 0)
-                continue
-            values = [entries[index][3] for index in some]
-            wrong = torch.stack([bad[index] for index in some])
-            stacked = torch.stack(values)
-            stacked.masked_fill_(wrong[(..., *[None] * values[0].dim())], 0)
-            torch._foreach_copy_(values, stacked.unbind())
+def zero_together(values: Sequence[Tensor], bad: Tensor) -> None:
+    """Zero some tensors, those of which ``bad`` is true, side by side in a few kernels."""
+    for start, stop in _portions([value.numel() for value in values]):
+        some, wrong = list(values[start:stop]), bad[start:stop].unbind()
+        if len(some) == 1:
+            some[0].masked_fill_(wrong[0], 0)
+            continue
+        flat = torch.cat([value.reshape(-1) for value in some])
+        mask = torch.cat([one.expand(v.numel()) for one, v in zip(wrong, some, strict=True)])
+        parts = flat.masked_fill_(mask, 0).split([value.numel() for value in some])
+        torch._foreach_copy_(some, [p.view(v.shape) for p, v in zip(parts, some, strict=True)])
+
+
+def _portions(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of tensors that have together no more numbers than are copied at once."""
+    start = found = 0
+    for index, size in enumerate(sizes):
+        if index > start and found + size > _MOST_ELEMENTS:
+            yield start, index
+            start, found = index, 0
+        found += size
+    if sizes:
+        yield start, len(sizes)
 
 
 def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> None:
     counted = finite.to(count_dtype(finite.device)).unbind()
-    rows = [first.rows if isinstance(first.rows, int) else 1 for _, first in entries]
-    if entries[0][1].forward_pass is None:
-        torch._foreach_mul_(counted, rows)
+    of_inputs = [first.forward_pass is None and isinstance(first.rows, int) for _, first in entries]
+    rows = [first.rows if own else 1 for own, (_, first) in zip(of_inputs, entries, strict=True)]
+    torch._foreach_mul_(counted, rows)
     for (pending, first), flag, count in zip(entries, finite.unbind(), counted, strict=True):
         if first.forward_pass is not None:
             pending.finite[first.forward_pass] = flag
@@ -92,6 +102,8 @@ def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> Non
 
 def add_dropped(pendings: Sequence[Pending], bad: Tensor) -> None:
     """Count what is dropped, once for each layer."""
+    if not pendings:
+        return
     each = bad.to(torch.int64).unbind()
     before, news = [], []
     for pending, one in zip(pendings, each, strict=True):
