@@ -317,7 +317,7 @@ class Capture:
         sampled = self.options.sampled
         if self.options.fisher == "forward" or not (sampled or state.watches("output")):
             return
-        kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
+        kept = state.layer.keep_call(inputs, product) if state.layer.keeps_inputs else []
         if sampled:
             self.edges.append(Edge(state, forward_pass, kept, product))
         else:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.layer import Layer
-from kronfac.layers.rows import DenseRows, Rows
+from kronfac.layers.rows import Rows
 from kronfac.layers.shards import plain_type
 
 
@@ -39,6 +41,13 @@ class NormLayer(Layer):
             return kept.clone()
         return kept
 
+    def keep_call(self, inputs: Sequence[Any], product: Tensor) -> list[Any]:
+        """See :meth:`Layer.keep_call`: what autograd keeps of the call, if that can be had."""
+        saved = saved_by_norm(product)
+        if saved is None or not inputs or saved[0].shape != inputs[0].shape:
+            return super().keep_call(inputs, product)
+        return list(saved)
+
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:
         """Nothing is observed on the input side alone."""
         return None
@@ -46,11 +55,14 @@ class NormLayer(Layer):
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """Per-sample gradients, as rows ``[C, N, 1, 2]``."""
         x = args[0].detach().to(self.factor_dtype)
-        grad = grad.detach().to(self.factor_dtype)
-        columns = [self._weight_gradient(grad, x)]
-        if self.bias_trains:
-            columns.append(self._per_sample(grad))
-        return DenseRows(torch.stack(columns, dim=-1).transpose(0, 1).unsqueeze(-2))
+        return self._sums(grad.detach().to(self.factor_dtype), x, args[1:])
+
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        """Sums over positions; ``known`` is what else :meth:`keep_call` has kept."""
+        gradients = self._per_sample(grad) if self.bias_trains else None
+        if gradients is grad:
+            gradients = grad.clone()  # it is kept, and may be overwritten
+        return ChannelSums(self._weight_gradient(grad, x), gradients, bias=self.bias_trains)
 
     @abstractmethod
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -81,6 +93,14 @@ class BatchNormLayer(ChannelNormLayer):
     """Normalised with mean and variance of the whole batch, which are treated as constants."""
 
     module: nn.BatchNorm2d
+
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        dense = x.dim() > 2 and x.is_contiguous() and grad.is_contiguous()
+        if x.device.type == "cpu" or not dense or len(known) != 2:
+            return super()._sums(grad, x, known)
+        mean, scale = (one.to(self.factor_dtype) for one in known)
+        products, gradients = products_and_sums(grad.flatten(2), x.flatten(2))
+        return ChannelSums(products, gradients, (mean, scale), bias=self.bias_trains)
 
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         return (self._by_sums if x.device.type == "cpu" else self._by_norm)(grad, x)
@@ -166,6 +186,54 @@ class RMSNormLayer(TrailingNormLayer):
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         normalised = F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
         return self._per_sample(grad * normalised)
+
+
+def products_and_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ g·x`` and ``Σ g`` over positions, ``[N, C, S] -> [N, C]`` each, in one kernel.
+
+    They are the gradients of a batch norm's weight and bias, if each channel of each sample is a
+    channel of its own, with mean zero and variance one. Rounding is that of the products: what is lost
+    where means are large is lost by rounding ``x`` itself.
+    """
+    shape, size = x.shape[:2], x.shape[0] * x.shape[1]
+    zeros, ones = _zeros_and_ones(1 << (size - 1).bit_length(), x.dtype, x.device)
+    zeros, ones = zeros[:size], ones[:size]
+    channels = grad.reshape(1, size, -1), x.reshape(1, size, -1)
+    statistics = ones, None, None, zeros, ones
+    found = torch.ops.aten.native_batch_norm_backward(
+        *channels, *statistics, True, 0.0, [False, True, True]
+    )
+    return found[1].view(shape), found[2].view(shape)
+
+
+@lru_cache(maxsize=16)
+def _zeros_and_ones(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(size, dtype=dtype, device=device), torch.ones(
+        size, dtype=dtype, device=device
+    )
+
+
+#: Nodes of norms that keep their input, and of those that keep mean and scale of channels with it.
+_NORMS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0")
+_BATCH_NORMS = tuple(f"{kind}BatchNormBackward0" for kind in ("Native", "Cudnn", "Miopen"))
+
+
+def saved_by_norm(product: Tensor) -> tuple[Tensor, ...] | None:
+    """What autograd keeps of a norm's call: its input, and a batch norm's mean and scale.
+
+    It is there until backward and nothing may be written to it. ``None`` where the output comes from
+    something else, or what is kept is packed (checkpointing, offloading).
+    """
+    node: Any = product.grad_fn
+    if node is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return None
+    name = node.name()
+    if name in _NORMS:
+        return (node._saved_input.detach(),)
+    if name not in _BATCH_NORMS or not node._saved_training:
+        return None
+    found = node._saved_input, node._saved_result1, node._saved_result2
+    return tuple(one.detach() for one in found)
 
 
 def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:

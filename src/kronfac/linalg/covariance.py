@@ -108,6 +108,8 @@ def channel_gram(x: Tensor, groups: int = 1, narrow: bool = False) -> Tensor:
     samples, channels = x.shape[:2]
     positions = x.shape[2:].numel()
     width = channels // groups
+    if groups == 1 and x.transpose(0, 1).is_contiguous() and samples > 1:
+        return gram(x.transpose(0, 1).reshape(channels, -1).mT, narrow)
     channels_first = x.is_contiguous()
     if channels_first and width <= positions:
         maps = x.reshape(samples, groups, width, positions)

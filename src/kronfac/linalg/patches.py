@@ -45,6 +45,11 @@ class Window:
         """Whether the kernel visits every position."""
         return all(s == 1 for s in self.stride)
 
+    @property
+    def pointwise(self) -> bool:
+        """Whether each patch is one position, and each position a patch."""
+        return self.taps == 1 and self.unit_stride and not any(map(any, self.padding))
+
     def tap_slices(self, size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """For each tap, in row-major order, the input elements it touches, without the padding."""
         out = self.output_size(size)

@@ -64,13 +64,13 @@ def _whole_image(x: Tensor, window: Window) -> list[Tensor]:
 
 def _on_strips(x: Tensor, strips: Sequence[Strip], window: Window) -> list[Tensor]:
     """The same on border strips of one form, one after another."""
-    strip, channels = strips[0], x.shape[1]
+    strip = strips[0]
     slabs = [x[(slice(None), slice(None), *(slice(*span) for span in s.slab))] for s in strips]
     there = torch.cat(slabs, dim=1) if len(slabs) > 1 else slabs[0]
     here = there[(slice(None), slice(None), *strip.inside)]
-    starts = [(one.start, size - one.stop) for one, size in zip(strip.inside, there.shape[2:])]
-    found = _shifted(here, there, starts, strip.ranges, window, len(strips))
-    assert found.shape[0] * found.shape[1] == len(strips) * channels
+    pairs = zip(strip.inside, there.shape[2:], strict=True)
+    margins = [(one.start, size - one.stop) for one, size in pairs]
+    found = _shifted(here, there, margins, strip.ranges, window, len(strips))
     dims = len(window.kernel)
     parts = found.unflatten(0, (len(strips), window.groups)).unbind()
     return [part.movedim((0, 1, 2), (-3, -2, -1)).flatten(0, dims - 1) for part in parts]
@@ -110,7 +110,8 @@ def _shifted(
         groups,
         [False, True, False],
     )
-    return result[1].unflatten(0, (groups, channels))
+    found: Tensor = result[1].unflatten(0, (groups, channels))
+    return found
 
 
 def _keys(size: tuple[int, ...], window: Window) -> list[_Key]:

@@ -90,8 +90,10 @@ def _portions(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> None:
     counted = finite.to(count_dtype(finite.device)).unbind()
-    of_inputs = [first.forward_pass is None and isinstance(first.rows, int) for _, first in entries]
-    rows = [first.rows if own else 1 for own, (_, first) in zip(of_inputs, entries, strict=True)]
+    rows = [
+        first.rows if first.forward_pass is None and isinstance(first.rows, int) else 1
+        for _, first in entries
+    ]
     torch._foreach_mul_(counted, rows)
     for (pending, first), flag, count in zip(entries, finite.unbind(), counted, strict=True):
         if first.forward_pass is not None:

@@ -34,6 +34,7 @@ from kronfac.rescale.rules import no_matrix, rule_of
 from kronfac.state.fold import fold_all
 from kronfac.state.layer_state import Due, LayerState
 from kronfac.state.timing import Phases
+from kronfac.statistics.norm_rows import gather_norms
 from kronfac.step import saving
 from kronfac.step.clipping import clip_gradients
 from kronfac.step.due import coming, take_due
@@ -318,6 +319,7 @@ class Preconditioner:
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = known()
         self.coordinator.settle_broadcast(states, normalizer)
+        gather_norms(state.pending for state in states)
         for state in states:
             self._settle(state)
             state.has_new_statistics = True
