@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kronfac.layers.channel_sums import ChannelSums, side_by_side
-from kronfac.layers.norm import BatchNormLayer, products_and_sums
+from kronfac.layers.norm import BatchNormLayer, LayerNormLayer
+from kronfac.layers.norm_sums import normalised_sums, products_and_sums
 from tests import layer_oracles
 from tests.layers.kinds import GAMMA, MIXING, NORMS, PER_SAMPLE, Kind, Loss, N, loss_on, normed
 from tests.layers.watching import assert_roughly, left_out, observed, stepped, watched
@@ -291,6 +292,17 @@ def test_norms_side_by_side_are_those_one_after_another(bias: bool) -> None:
     for ours, theirs in zip(side_by_side(late), expected, strict=True):
         assert_close(ours.dense(), theirs.dense())
         assert_close(ours.covariance(), theirs.covariance())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_sums_of_layer_norms_need_no_normalised_input(bias: bool) -> None:
+    module = nn.LayerNorm(5, bias=bias)
+    layer, grad = LayerNormLayer("norm", module), torch.randn(4, 3, 5)
+    x = (3 + torch.randn(4, 5, 3)).mT.requires_grad_()
+    kept, mean, scale = layer.keep_call([x], module(x))
+    assert kept.data_ptr() == x.data_ptr()  # autograd protects it, whatever its layout is
+    sums = normalised_sums(grad, kept, mean, scale, bias)
+    assert_close(ChannelSums(*sums, bias=bias).dense(), layer.outputs(grad, (kept,)).dense())
 
 
 def test_gradients_of_single_positions_are_copied() -> None:

@@ -31,6 +31,7 @@ from kronfac.capture.hooks import (
 from kronfac.capture.random_state import random_state, set_random_state
 from kronfac.capture.recording import record_output
 from kronfac.capture.seen_inputs import SeenInputs
+from kronfac.capture.waiting import WaitingInputs, may_wait
 from kronfac.capture.watches import Edge, Watch
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.options.config import Options
@@ -49,6 +50,7 @@ class Capture:
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
         self.inputs = SeenInputs(options.share_inputs)
+        self.waiting = WaitingInputs(phases)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -153,6 +155,13 @@ class Capture:
     def close_forwards(self) -> None:
         """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
         self.switch.close()
+        self.take_in_inputs()
+
+    def take_in_inputs(self) -> None:
+        """Observe the inputs that have waited for the end of the forward."""
+        if self.waiting:
+            with torch.no_grad():
+                self.waiting.release(self.listener)
 
     @property
     def _current(self) -> Pass | None:
@@ -194,6 +203,7 @@ class Capture:
         self._unrecorded.clear()
         self._latest = None
         self.inputs.clear()
+        self.waiting.clear()
         for state in self.states:
             state.pending.clear()
 
@@ -236,7 +246,7 @@ class Capture:
             self.switch.depth -= 1
             return
         forward_pass = self._current
-        self.switch.close()
+        self.close_forwards()
         if forward_pass is None or not self._counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
@@ -313,7 +323,8 @@ class Capture:
     def _observe(
         self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...], product: Tensor
     ) -> None:
-        forward_pass = self.observe_call(state, forward_pass, inputs)
+        waits = self.switch.depth > 0 and may_wait(state, inputs, product)
+        forward_pass = self.observe_call(state, forward_pass, inputs, waits=waits)
         sampled = self.options.sampled
         if self.options.fisher == "forward" or not (sampled or state.watches("output")):
             return
@@ -329,14 +340,18 @@ class Capture:
         forward_pass: Pass | None,
         inputs: tuple[Any, ...],
         traced: bool = False,
+        waits: bool = False,
     ) -> Pass:
-        """Observe the input side of one product and return the pass that it belongs to."""
+        """Observe the input side of one product and return the pass that it belongs to.
+
+        ``waits`` allows to do so at the end of the forward.
+        """
         state.renew_if_stale()
         first = inputs[0]
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
         with observing(first.device):
-            self._observe_input(state, inputs, forward_pass, traced)
+            self._observe_input(state, inputs, forward_pass, traced, waits)
         return forward_pass
 
     def observe_traced_call(
@@ -352,13 +367,21 @@ class Capture:
             self.forward_seen = True
 
     def _observe_input(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
+        self,
+        state: LayerState,
+        values: tuple[Any, ...],
+        forward_pass: Pass,
+        traced: bool,
+        waits: bool,
     ) -> None:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            grown = self.inputs.record(state, values, forward_pass, traced)
-        if grown is not None and self.listener is not None:
+            waiting = self.waiting if waits else None
+            grown = self.inputs.record(state, values, forward_pass, traced, waiting)
+        if grown is not None and self.waiting:
+            self.waiting.note_growth(grown)
+        elif grown is not None and self.listener is not None:
             self.listener(grown, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
@@ -414,6 +437,7 @@ class Capture:
         mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
         """
         self.passes[forward_pass] = None
+        self.take_in_inputs()
         if not state.observed:
             return
         with self.phases("observe-output", state.name):

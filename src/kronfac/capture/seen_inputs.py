@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kronfac.capture.recording import record_input
+from kronfac.capture.waiting import WaitingInputs
 from kronfac.state.input_group import Sighting
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.forward_pass import Pass
@@ -38,24 +39,37 @@ class SeenInputs:
         self._memory.clear()
 
     def record(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
+        self,
+        state: LayerState,
+        values: tuple[Any, ...],
+        forward_pass: Pass,
+        traced: bool,
+        waiting: WaitingInputs | None = None,
     ) -> LayerState | None:
-        """Take in the inputs of one product; returns the layer whose statistics have grown, if any."""
+        """Take in the inputs of one product, or let them wait.
+
+        Returns the layer whose statistics have grown, or will have, if any.
+        """
         group = state.group
         if group is None or group.parted:
             if self.shares and not state.group_settled:
                 self.noted.setdefault(state, []).append(
                     self._key(state, values, forward_pass, traced)
                 )
-            return state if record_input(state, values, forward_pass) else None
+            grown = record_input(state, values, forward_pass, waiting=waiting)
+            return state if grown else None
         self.noted.setdefault(state, [])
         key = self._key(state, values, forward_pass, traced)
         sighting = group.claim(state, key)
         if sighting is None:
             sighting = Sighting(key, Pending(state.block), [state])
-            record_input(state, values, forward_pass, sighting.pending)
+            record_input(state, values, forward_pass, sighting.pending, waiting)
             group.sightings.append(sighting)
-        return group.leader if group.take_if_complete(sighting) else None
+        if not group.take_if_complete(sighting):
+            return None
+        if waiting is not None:
+            waiting.hand_over(sighting.pending, group.leader.pending)
+        return group.leader
 
     def _key(
         self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.layer import Layer
+from kronfac.layers.norm_sums import normalised_sums, products_and_sums, saved_by_norm
 from kronfac.layers.rows import Rows
 from kronfac.layers.shards import plain_type
 
@@ -175,6 +175,15 @@ class LayerNormLayer(TrailingNormLayer):
 
     module: nn.LayerNorm
 
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        if x.device.type == "cpu" or len(known) != 2 or x.dim() == self.weight.dim():
+            return super()._sums(grad, x, known)
+        shape = x.shape[0], math.prod(x.shape[1 : x.dim() - self.weight.dim()])
+        mean, scale = (one.to(self.factor_dtype).reshape(*shape, 1) for one in known)
+        rows = grad.reshape(*shape, -1), x.reshape(*shape, -1)
+        sums = normalised_sums(*rows, mean, scale, self.bias_trains)
+        return ChannelSums(*sums, bias=self.bias_trains)
+
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         normalised = F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
         return self._per_sample(grad * normalised)
@@ -186,54 +195,6 @@ class RMSNormLayer(TrailingNormLayer):
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         normalised = F.rms_norm(x, tuple(self.weight.shape), eps=epsilon_of(self.module))
         return self._per_sample(grad * normalised)
-
-
-def products_and_sums(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ g·x`` and ``Σ g`` over positions, ``[N, C, S] -> [N, C]`` each, in one kernel.
-
-    They are the gradients of a batch norm's weight and bias, if each channel of each sample is a
-    channel of its own, with mean zero and variance one. Rounding is that of the products: what is lost
-    where means are large is lost by rounding ``x`` itself.
-    """
-    shape, size = x.shape[:2], x.shape[0] * x.shape[1]
-    zeros, ones = _zeros_and_ones(1 << (size - 1).bit_length(), x.dtype, x.device)
-    zeros, ones = zeros[:size], ones[:size]
-    channels = grad.reshape(1, size, -1), x.reshape(1, size, -1)
-    statistics = ones, None, None, zeros, ones
-    found = torch.ops.aten.native_batch_norm_backward(
-        *channels, *statistics, True, 0.0, [False, True, True]
-    )
-    return found[1].view(shape), found[2].view(shape)
-
-
-@lru_cache(maxsize=16)
-def _zeros_and_ones(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(size, dtype=dtype, device=device), torch.ones(
-        size, dtype=dtype, device=device
-    )
-
-
-#: Nodes of norms that keep their input, and of those that keep mean and scale of channels with it.
-_NORMS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0")
-_BATCH_NORMS = tuple(f"{kind}BatchNormBackward0" for kind in ("Native", "Cudnn", "Miopen"))
-
-
-def saved_by_norm(product: Tensor) -> tuple[Tensor, ...] | None:
-    """What autograd keeps of a norm's call: its input, and a batch norm's mean and scale.
-
-    It is there until backward and nothing may be written to it. ``None`` where the output comes from
-    something else, or what is kept is packed (checkpointing, offloading).
-    """
-    node: Any = product.grad_fn
-    if node is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        return None
-    name = node.name()
-    if name in _NORMS:
-        return (node._saved_input.detach(),)
-    if name not in _BATCH_NORMS or not node._saved_training:
-        return None
-    found = node._saved_input, node._saved_result1, node._saved_result2
-    return tuple(one.detach() for one in found)
 
 
 def _works_on_copy(module: nn.Module, x: Tensor, dtype: torch.dtype) -> bool:

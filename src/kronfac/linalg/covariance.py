@@ -76,8 +76,9 @@ def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
-        if rows.dim() == 2 and rows.dtype == out.dtype:
-            torch.mm(left, right, out=out[start:stop, start:])
+        if rows.dim() in (2, 3) and rows.dtype == out.dtype:
+            multiply = torch.mm if rows.dim() == 2 else torch.bmm
+            multiply(left, right, out=out[..., start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right
         if stop < rows.shape[-1]:

@@ -17,14 +17,9 @@ def spread_positions(
     Those of sample ``n`` begin at ``start + n`` and go on from the first one at the end. Layers of one
     size have the same in a step.
     """
-    first = _spread_from_zero(samples, positions // stride, stride, device)
-    return (first + start) % max(1, positions)
-
-
-@lru_cache(maxsize=16)
-def _spread_from_zero(samples: int, count: int, stride: int, device: torch.device) -> Tensor:
-    numbers = torch.arange(samples, device=device)[:, None]
-    return numbers + stride * torch.arange(count, device=device)[None]
+    count = positions // stride
+    numbers = torch.arange(start, start + samples + stride * count, device=device)
+    return (numbers % max(1, positions)).as_strided((samples, count), (1, stride))
 
 
 def maps_at(x: Tensor, positions: Tensor) -> Tensor:

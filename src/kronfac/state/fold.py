@@ -109,7 +109,8 @@ def _scale(outputs: list[list[Named]], normalizer: Normalizer, degree: int) -> l
     sizes = sizes_of((pending, name, pending.sums[name]) for pending, name in chosen)
     fits = sizes * scale < largest_sum(sizes.dtype)
     torch._foreach_mul_(totals, (fits.to(sizes.dtype) * scale).unbind())
-    add_dropped([pending for pending, _ in chosen], fits.logical_not())
+    dropped = torch.empty_like(fits, dtype=torch.int64)
+    add_dropped([pending for pending, _ in chosen], torch.logical_not(fits, out=dropped))
     counts = [_counts([state.pending for state, _ in alike], normalizer) for alike in outputs]
     return list(((torch.cat(counts) if len(counts) > 1 else counts[0]) * fits).unbind())
 

@@ -59,8 +59,9 @@ def _screen(entries: Sequence[_Entry]) -> None:
     _count([(pending, first) for pending, first, _, _ in entries], finite)
     pendings = [pending for pending, _, _, _ in entries]
     inputs = sum(first.forward_pass is None for _, first, _, _ in entries)
-    add_dropped(pendings[:inputs], bad[:inputs])
-    add_dropped(pendings[inputs:], bad[inputs:])
+    dropped = bad.to(torch.int64)
+    add_dropped(pendings[:inputs], dropped[:inputs])
+    add_dropped(pendings[inputs:], dropped[inputs:])
 
 
 def zero_together(values: Sequence[Tensor], bad: Tensor) -> None:
@@ -102,11 +103,11 @@ def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> Non
             pending.count_rows(count if isinstance(first.rows, int) else count * first.rows)
 
 
-def add_dropped(pendings: Sequence[Pending], bad: Tensor) -> None:
-    """Count what is dropped, once for each layer."""
+def add_dropped(pendings: Sequence[Pending], dropped: Tensor) -> None:
+    """Count what is dropped: 0 or 1 for each layer."""
     if not pendings:
         return
-    each = bad.to(torch.int64).unbind()
+    each = dropped.unbind()
     before, news = [], []
     for pending, one in zip(pendings, each, strict=True):
         if pending.dropped is None:

@@ -308,6 +308,7 @@ class Preconditioner:
         """Fold what was observed since the last step into the running averages."""
         self._sums = sums_gradients(self.model)
         known = partial(normalizer_of, self.options, self.capture, self.coordinator, self._sums)
+        self.capture.take_in_inputs()
         self.coordinator.land(known)
         self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
