@@ -49,8 +49,8 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
-        self.inputs = SeenInputs(options.share_inputs)
         self.waiting = WaitingInputs(phases)
+        self.inputs = SeenInputs(options.share_inputs, self.waiting)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -377,8 +377,7 @@ class Capture:
         if not state.observed or not state.watches("input"):
             return
         with self.phases("observe-input", state.name):
-            waiting = self.waiting if waits else None
-            grown = self.inputs.record(state, values, forward_pass, traced, waiting)
+            grown = self.inputs.record(state, values, forward_pass, traced, waits)
         if grown is not None and self.waiting:
             self.waiting.note_growth(grown)
         elif grown is not None and self.listener is not None:

@@ -23,8 +23,9 @@ from kronfac.statistics.pending import Pending
 class SeenInputs:
     """The inputs of a step, for layers that may have the same, or are known to."""
 
-    def __init__(self, shares: bool) -> None:
+    def __init__(self, shares: bool, waiting: WaitingInputs) -> None:
         self.shares = shares
+        self.waiting = waiting
         #: What layers of which it is not settled yet have seen, in order.
         self.noted: dict[LayerState, list[Hashable]] = {}
         #: An address is not given to another tensor while somebody refers to it.
@@ -44,13 +45,13 @@ class SeenInputs:
         values: tuple[Any, ...],
         forward_pass: Pass,
         traced: bool,
-        waiting: WaitingInputs | None = None,
+        waits: bool = False,
     ) -> LayerState | None:
-        """Take in the inputs of one product, or let them wait.
+        """Take in the inputs of one product, or let them wait for the end of the forward.
 
         Returns the layer whose statistics have grown, or will have, if any.
         """
-        group = state.group
+        group, waiting = state.group, self.waiting if waits else None
         if group is None or group.parted:
             if self.shares and not state.group_settled:
                 self.noted.setdefault(state, []).append(
@@ -67,8 +68,7 @@ class SeenInputs:
             group.sightings.append(sighting)
         if not group.take_if_complete(sighting):
             return None
-        if waiting is not None:
-            waiting.hand_over(sighting.pending, group.leader.pending)
+        self.waiting.hand_over(sighting.pending, group.leader.pending)
         return group.leader
 
     def _key(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kronfac.capture.hooks import inside_backward, saves_elsewhere
@@ -19,6 +18,7 @@ from kronfac.layers.conv import ConvLayer
 from kronfac.layers.linear import LinearLayer
 from kronfac.layers.rows import Rows
 from kronfac.layers.together import covariances, form_of, source_of
+from kronfac.linalg import devices
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Pending
@@ -85,9 +85,9 @@ class WaitingInputs:
         with self.phases("observe-input"):
             for some in alike.values():
                 self._take_in(some)
-        for state in grown if listener is not None else ():
-            assert listener is not None
-            listener(state, "input")
+        if listener is not None:
+            for state in grown:
+                listener(state, "input")
 
     def _take_in(self, some: Sequence[_Waiting]) -> None:
         names = [one.state.name for one in some]
@@ -100,16 +100,15 @@ class WaitingInputs:
 def may_wait(state: LayerState, inputs: Sequence[Any], product: Tensor) -> bool:
     """Whether autograd keeps the input of a call as it is until the backward pass."""
     first, module, layer = inputs[0], state.layer.module, state.layer
-    if type(first) is not Tensor or not waits_on(first.device) or type(product) is not Tensor:
+    if type(first) is not Tensor or type(product) is not Tensor:
+        return False
+    if not devices.wants_few_kernels(first.device):
         return False
     if type(layer) not in (LinearLayer, ConvLayer) or "forward" in vars(module):
         return False
     if type(module).forward not in [kind.forward for kind in _FORWARDS]:
         return False
+    if type(layer.weight) is not nn.Parameter or layer.handle is not None:
+        return False  # statistics of sharded layers leave one by one
     same = first.dtype == product.dtype == layer.factor_dtype
     return same and not saves_elsewhere() and not inside_backward()
-
-
-def waits_on(device: torch.device) -> bool:
-    """Processors take in inputs one by one, while they are in their caches."""
-    return device.type != "cpu"

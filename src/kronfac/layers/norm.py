@@ -21,6 +21,7 @@ from kronfac.layers.layer import Layer
 from kronfac.layers.norm_sums import normalised_sums, products_and_sums, saved_by_norm
 from kronfac.layers.rows import Rows
 from kronfac.layers.shards import plain_type
+from kronfac.linalg import devices
 
 
 class NormLayer(Layer):
@@ -43,8 +44,9 @@ class NormLayer(Layer):
 
     def keep_call(self, inputs: Sequence[Any], product: Tensor) -> list[Any]:
         """See :meth:`Layer.keep_call`: what autograd keeps of the call, if that can be had."""
-        saved = saved_by_norm(product)
-        if saved is None or not inputs or saved[0].shape != inputs[0].shape:
+        plain = type(product) is Tensor and bool(inputs) and type(inputs[0]) is Tensor
+        saved = saved_by_norm(product) if plain else None
+        if saved is None or saved[0].shape != inputs[0].shape:
             return super().keep_call(inputs, product)
         return list(saved)
 
@@ -96,14 +98,15 @@ class BatchNormLayer(ChannelNormLayer):
 
     def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
         dense = x.dim() > 2 and x.is_contiguous() and grad.is_contiguous()
-        if x.device.type == "cpu" or not dense or len(known) != 2:
+        if not devices.wants_few_kernels(x.device) or not dense or len(known) != 2:
             return super()._sums(grad, x, known)
         mean, scale = (one.to(self.factor_dtype) for one in known)
         products, gradients = products_and_sums(grad.flatten(2), x.flatten(2))
         return ChannelSums(products, gradients, (mean, scale), bias=self.bias_trains)
 
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return (self._by_sums if x.device.type == "cpu" else self._by_norm)(grad, x)
+        few = devices.wants_few_kernels(x.device)
+        return (self._by_norm if few else self._by_sums)(grad, x)
 
     def _by_norm(self, grad: Tensor, x: Tensor) -> Tensor:
         """In as few kernels as possible."""
@@ -176,7 +179,8 @@ class LayerNormLayer(TrailingNormLayer):
     module: nn.LayerNorm
 
     def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
-        if x.device.type == "cpu" or len(known) != 2 or x.dim() == self.weight.dim():
+        few = devices.wants_few_kernels(x.device)
+        if not few or len(known) != 2 or x.dim() == self.weight.dim():
             return super()._sums(grad, x, known)
         shape = x.shape[0], math.prod(x.shape[1 : x.dim() - self.weight.dim()])
         mean, scale = (one.to(self.factor_dtype).reshape(*shape, 1) for one in known)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import (
     bordered,
     bordered_gram,
@@ -206,7 +207,7 @@ class PatchRows(Rows):
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`; other patches are not collected."""
         where = self._positions(start, stride, self.x.device)
-        if self.x.device.type != "cpu" and self.window.pointwise:
+        if devices.wants_few_kernels(self.x.device) and self.window.pointwise:
             maps = maps_at(self.x, where).unflatten(1, (self.window.groups, -1))
             rows = maps.permute(1, 0, 3, 2)  # [g, N, P, C]
             return DenseRows(rows if self.window.groups > 1 else rows[0], self.ones)
@@ -255,7 +256,7 @@ class MapRows(Rows):
     def every(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.every`; a copy has the layout that products are fast in."""
         chosen = self.x[start::stride]
-        if chosen.device.type == "cpu":
+        if not devices.wants_few_kernels(chosen.device):
             return MapRows(chosen.clone(), self.groups)
         return MapRows(chosen.transpose(0, 1).contiguous().transpose(0, 1), self.groups)
 
@@ -263,7 +264,7 @@ class MapRows(Rows):
         """See :meth:`Rows.some_positions`."""
         maps = self.x.flatten(2)
         where = self._positions(start, stride, maps.device)
-        if maps.device.type != "cpu":
+        if devices.wants_few_kernels(maps.device):
             return MapRows(maps_at(maps, where), self.groups)
         where = where[:, None, :].expand(-1, maps.shape[1], -1)
         return MapRows(maps.gather(2, where), self.groups)

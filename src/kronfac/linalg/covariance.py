@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.narrow import is_faster
 from kronfac.linalg.precision import full_precision
 
@@ -93,7 +94,11 @@ def gram_flops(rows: int, width: int) -> int:
 def _strips(rows: int, width: int, device: torch.device | None = None) -> list[tuple[int, int]]:
     """Ranges of columns; a single range where there are few rows to multiply."""
     count = min(width // _STRIP_WIDTH, _MAX_STRIPS) if 2 * rows >= width else 1
-    if device is not None and device.type != "cpu" and 2 * rows * width**2 < _ONE_KERNEL:
+    if (
+        device is not None
+        and devices.wants_few_kernels(device)
+        and 2 * rows * width**2 < _ONE_KERNEL
+    ):
         count = 1
     size = -(-width // max(count, 1))
     return [(start, min(start + size, width)) for start in range(0, width, size)]

@@ -25,6 +25,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import gram_flops
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 from kronfac.linalg.precision import full_precision
@@ -50,10 +51,10 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
 
     Exact to rounding. The algorithm is chosen from the shapes and the kind of device alone.
     """
-    on_cpu = x.device.type == "cpu"
-    if not _sliding_pays(tuple(x.shape), window, on_cpu):
+    few = devices.wants_few_kernels(x.device)
+    if not _sliding_pays(tuple(x.shape), window, few):
         return patch_gram(x, window)
-    return (sliding_covariance if on_cpu else selected_covariance)(x, window)
+    return (selected_covariance if few else sliding_covariance)(x, window)
 
 
 @full_precision
@@ -102,7 +103,7 @@ def _strip_flops(shape: Sequence[int], window: Window) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -> bool:
+def _sliding_pays(shape: tuple[int, ...], window: Window, few_kernels: bool = False) -> bool:
     """Choose by a cost model that reads no times: every run and rank makes the same choice.
 
     The constants (nanoseconds) were fitted on a two-core AVX-512 machine. What matters is that many
@@ -113,7 +114,7 @@ def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -
     flops = _image_flops(shape, window) + _strip_flops(shape, window)
     if flops >= collecting_flops(shape, window):
         return False
-    if not on_cpu:
+    if few_kernels:
         return _few_kernels_cost_more(shape, window)
     width = shape[1] // window.groups * window.taps
     strips = list(itertools.chain.from_iterable(strips_of(tuple(shape[2:]), window)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from kronfac.layers.channel_sums import ChannelSums, side_by_side
+from kronfac.linalg import devices
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.pending import Pending
 
@@ -19,7 +20,7 @@ def gather_norms(pendings: Iterable[Pending]) -> None:
     alike: dict[Hashable, list[_Place]] = {}
     for pending in pendings:
         for key, (held, share) in pending.held_outputs.items():
-            if isinstance(held, ChannelSums) and held.products.device.type != "cpu":
+            if isinstance(held, ChannelSums) and devices.wants_few_kernels(held.products.device):
                 alike.setdefault(held.form, []).append((pending, key, held, share))
     for places in alike.values():
         rows = side_by_side([held for _, _, held, _ in places])

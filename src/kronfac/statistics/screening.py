@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.statistics.pending import Pending, Unscreened
 from kronfac.statistics.running import count_dtype
 
@@ -41,7 +42,7 @@ def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
     for pending, name, value in entries:
         symmetric = pending.block.statistics[name].symmetric
         # Of many small parts a processor reads less, and other devices have to ask for each.
-        reads_part = symmetric and value.device.type == "cpu"
+        reads_part = symmetric and not devices.wants_few_kernels(value.device)
         parts.append(value.diagonal(dim1=-2, dim2=-1) if reads_part else value)
     return torch.stack(torch._foreach_norm(parts, torch.inf))
 
@@ -51,11 +52,11 @@ def _screen(entries: Sequence[_Entry]) -> None:
     sizes = sizes_of((pending, name, value) for pending, _, name, value in entries)
     finite = sizes < torch.inf
     bad = finite.logical_not()
-    if bad.device.type == "cpu":
+    if devices.wants_few_kernels(bad.device):
+        zero_together([value for _, _, _, value in entries], bad)
+    else:
         for (_, _, _, value), wrong in zip(entries, bad.unbind(), strict=True):
             value.masked_fill_(wrong, 0)
-    else:
-        zero_together([value for _, _, _, value in entries], bad)
     _count([(pending, first) for pending, first, _, _ in entries], finite)
     pendings = [pending for pending, _, _, _ in entries]
     inputs = sum(first.forward_pass is None for _, first, _, _ in entries)
