@@ -69,7 +69,9 @@ def saved_by_norm(product: Tensor) -> tuple[Tensor, ...] | None:
     if node is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return None
     name = node.name()
-    if name not in _NORMS and not (name in _BATCH_NORMS and node._saved_training):
+    if name not in _NORMS and not (
+        name in _BATCH_NORMS and getattr(node, "_saved_training", False)
+    ):
         return None
     found = node._saved_input, node._saved_result1, node._saved_result2
     return tuple(one.detach() for one in found)
