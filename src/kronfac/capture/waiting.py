@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kronfac.capture.hooks import inside_backward, saves_elsewhere
@@ -22,6 +23,9 @@ from kronfac.linalg import devices
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.statistics.pending import Pending
+
+#: Told of each side of a call that has been observed.
+Listener = Callable[[LayerState, str], None]
 
 _FORWARDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -70,11 +74,14 @@ class WaitingInputs:
             if one.pending is before:
                 one.pending = after
 
-    def note_growth(self, state: LayerState) -> None:
-        """Somebody has to be told, once nothing waits."""
-        self._grown.append(state)
+    def tell(self, state: LayerState, listener: Listener | None) -> None:
+        """Tell who listens that a layer's statistics have grown, once nothing waits."""
+        if self:
+            self._grown.append(state)
+        elif listener is not None:
+            listener(state, "input")
 
-    def release(self, listener: Callable[[LayerState, str], None] | None) -> None:
+    def release(self, listener: Listener | None) -> None:
         """Take all of them in, and tell who listens."""
         entries, grown = list(self._entries), list(self._grown)
         self.clear()
@@ -82,7 +89,7 @@ class WaitingInputs:
         for one in entries:
             key = form_of(one.rows), one.state.block.narrow_rows
             alike.setdefault(key, []).append(one)
-        with self.phases("observe-input"):
+        with torch.no_grad(), self.phases("observe-input"):
             for some in alike.values():
                 self._take_in(some)
         if listener is not None:

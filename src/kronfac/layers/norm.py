@@ -184,8 +184,8 @@ class LayerNormLayer(TrailingNormLayer):
             return super()._sums(grad, x, known)
         shape = x.shape[0], math.prod(x.shape[1 : x.dim() - self.weight.dim()])
         mean, scale = (one.to(self.factor_dtype).reshape(*shape, 1) for one in known)
-        rows = grad.reshape(*shape, -1), x.reshape(*shape, -1)
-        sums = normalised_sums(*rows, mean, scale, self.bias_trains)
+        grad, x = (one.reshape(*shape, self.weight.numel()) for one in (grad, x))
+        sums = normalised_sums(grad, x, mean, scale, self.bias_trains)
         return ChannelSums(*sums, bias=self.bias_trains)
 
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,30 +11,12 @@ from torch import Tensor
 from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.rows import DenseRows, Rows
 from kronfac.protocol.block import Block, Context, Tensors
+from kronfac.statistics.contributions import Summed, Unscreened
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
 from kronfac.statistics.running import count_dtype, new_count
 
 _generations = itertools.count()
-
-
-@dataclass
-class Summed:
-    """Output gradients of inputs that stand for all samples, added up over the calls of a step."""
-
-    rows: Tensor
-    share: float
-    passes: dict[Pass, None]
-
-
-@dataclass
-class Unscreened:
-    """The first contributions of a side, of which nobody knows yet whether they are finite."""
-
-    values: Mapping[str, Tensor]
-    #: How many rows they have (inputs), or the pass that they belong to (outputs).
-    rows: int | Tensor = 0
-    forward_pass: Pass | None = None
 
 
 def _as_tensor(held: Tensor | Rows) -> Tensor:

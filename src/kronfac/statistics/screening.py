@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kronfac.linalg import devices
-from kronfac.statistics.pending import Pending, Unscreened
+from kronfac.statistics.contributions import Unscreened
+from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import count_dtype
 
 #: What a side has observed of a single statistic.
