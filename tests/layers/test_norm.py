@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kronfac.layers.norm import BatchNormLayer
+from kronfac.layers.channel_sums import ChannelSums, side_by_side
+from kronfac.layers.norm import BatchNormLayer, LayerNormLayer
+from kronfac.layers.norm_sums import normalised_sums, products_and_sums
 from tests import layer_oracles
 from tests.layers.kinds import GAMMA, MIXING, NORMS, PER_SAMPLE, Kind, Loss, N, loss_on, normed
 from tests.layers.watching import assert_roughly, left_out, observed, stepped, watched
@@ -269,3 +271,44 @@ def test_devices_that_need_few_kernels_compute_the_same(shape: tuple[int, ...]) 
     layer = BatchNormLayer("norm", kind(3))
     x, grad = 3 + torch.randn(shape), torch.randn(shape)
     assert_close(layer._by_norm(grad, x), layer._by_sums(grad, x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_norms_side_by_side_are_those_one_after_another(bias: bool) -> None:
+    """Sums of a whole network become rows at once, with means taken off late."""
+    late, expected = [], []
+    for channels in (3, 5):
+        module = nn.BatchNorm2d(channels)
+        if not bias:
+            module.bias.requires_grad_(False)
+        layer = BatchNormLayer("norm", module)
+        x, grad = 3 + torch.randn(4, channels, 2, 5), torch.randn(4, channels, 2, 5)
+        output = module(x.requires_grad_())
+        kept, mean, scale = layer.keep_call([x], output)
+        assert kept.data_ptr() == x.data_ptr()
+        sums = products_and_sums(grad.flatten(2), kept.flatten(2))
+        late.append(ChannelSums(*sums, (mean, scale), bias=bias))
+        expected.append(layer.outputs(grad, (kept,)))
+    for ours, theirs in zip(side_by_side(late), expected, strict=True):
+        assert_close(ours.dense(), theirs.dense())
+        assert_close(ours.covariance(), theirs.covariance())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_sums_of_layer_norms_need_no_normalised_input(bias: bool) -> None:
+    module = nn.LayerNorm(5, bias=bias)
+    layer, grad = LayerNormLayer("norm", module), torch.randn(4, 3, 5)
+    x = (3 + torch.randn(4, 5, 3)).mT.requires_grad_()
+    kept, mean, scale = layer.keep_call([x], module(x))
+    assert kept.data_ptr() == x.data_ptr()  # autograd protects it, whatever its layout is
+    sums = normalised_sums(grad, kept, mean, scale, bias)
+    assert_close(ChannelSums(*sums, bias=bias).dense(), layer.outputs(grad, (kept,)).dense())
+
+
+def test_gradients_of_single_positions_are_copied() -> None:
+    """What is kept until the step must not change with the gradient."""
+    layer, grad = BatchNormLayer("norm", nn.BatchNorm1d(3)), torch.randn(6, 3)
+    rows = layer.outputs(grad, (torch.randn(6, 3),))
+    before = rows.dense()
+    grad.zero_()
+    assert_same(rows.dense(), before)

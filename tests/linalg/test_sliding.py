@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from kronfac.linalg import sliding
+from kronfac.linalg import selection, sliding
 from kronfac.linalg.patches import Window
+from kronfac.linalg.selection import selected_covariance
 from kronfac.linalg.sliding import collecting_flops, covariance_flops, patch_covariance
 from tests.linalg.geometries import (
     GEOMETRIES,
@@ -77,6 +78,29 @@ def test_sliding_over_any_geometry(geometry: Geometry) -> None:
     x = make_input(shape)
     actual = by_group(always_sliding(x, made), made)
     torch.testing.assert_close(actual, obvious_gram(x, made), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("shape", "window"), UNIT_STRIDE.values(), ids=UNIT_STRIDE.keys())
+def test_few_kernels_give_the_same(shape: tuple[int, ...], window: Window) -> None:
+    x = make_input(shape)
+    actual = by_group(selected_covariance(x, window), window)
+    torch.testing.assert_close(actual, obvious_gram(x, window), rtol=1e-10, atol=1e-10)
+
+
+@given(geometries(unit_stride=True))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_few_kernels_over_any_geometry(geometry: Geometry) -> None:
+    shape, made = geometry
+    x = make_input(shape)
+    actual = by_group(selected_covariance(x, made), made)
+    torch.testing.assert_close(actual, obvious_gram(x, made), rtol=1e-10, atol=1e-10)
+
+
+def test_few_kernels_in_several_batches() -> None:
+    x, made = make_input((5, 3, 6, 5)), window((3, 3), padding=1)
+    with mock.patch.object(selection, "_MOST_ELEMENTS", 2 * x[0].numel()):
+        actual = selected_covariance(x, made)
+    torch.testing.assert_close(actual, obvious_gram(x, made)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

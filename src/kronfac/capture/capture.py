@@ -8,7 +8,7 @@ is in :mod:`kronfac.capture.compiled`; both ways end in ``observe_call`` and ``o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,8 @@ from kronfac.capture.hooks import (
 from kronfac.capture.random_state import random_state, set_random_state
 from kronfac.capture.recording import record_output
 from kronfac.capture.seen_inputs import SeenInputs
-from kronfac.capture.watches import Edge, Watch
+from kronfac.capture.waiting import Listener, WaitingInputs, may_wait
+from kronfac.capture.watches import Edge, Watch, is_seen
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
@@ -48,7 +49,8 @@ class Capture:
         self.scaler: torch.amp.GradScaler | None = None
         self.passes: dict[Pass, None] = {}
         self._made = Passes()
-        self.inputs = SeenInputs(options.share_inputs)
+        self.waiting = WaitingInputs(phases)
+        self.inputs = SeenInputs(options.share_inputs, self.waiting)
         self.edges: list[Edge] = []
         self.states: list[LayerState] = []
         self.switch = compiled.Switch()
@@ -57,7 +59,7 @@ class Capture:
         #: Number and weight of the draw of ``observe()`` that is on its way through a compiled model.
         self.draw: tuple[int, float] | None = None
         #: Told of each side of a call that has been observed.
-        self.listener: Callable[[LayerState, str], None] | None = None
+        self.listener: Listener | None = None
         self._watches: dict[nn.Module, Watch] = {}
         self._handles: list[RemovableHandle] = []
         self._due = True
@@ -153,6 +155,12 @@ class Capture:
     def close_forwards(self) -> None:
         """Close what an interrupt may have left open: it skips the hook at the end of a forward."""
         self.switch.close()
+        self.take_in_inputs()
+
+    def take_in_inputs(self) -> None:
+        """Observe the inputs that have waited for the end of the forward."""
+        if self.waiting:
+            self.waiting.release(self.listener)
 
     @property
     def _current(self) -> Pass | None:
@@ -194,6 +202,7 @@ class Capture:
         self._unrecorded.clear()
         self._latest = None
         self.inputs.clear()
+        self.waiting.clear()
         for state in self.states:
             state.pending.clear()
 
@@ -236,7 +245,7 @@ class Capture:
             self.switch.depth -= 1
             return
         forward_pass = self._current
-        self.switch.close()
+        self.close_forwards()
         if forward_pass is None or not self._counts_terms:
             return
         scores = first_tensor(output, least_dim=2, needs_grad=True)
@@ -285,22 +294,11 @@ class Capture:
 
         def see(part: str, inputs: tuple[Any, ...], product: Tensor) -> Tensor:
             state = watch.states.get(part)
-            if counts and state is not None and self._is_seen(state, part, module, product):
+            if counts and state is not None and is_seen(state, part, module, product):
                 self._observe(state, forward_pass, inputs, product)
             return product
 
         return watch.split(see, module, args, kwargs, output)
-
-    @staticmethod
-    def _is_seen(state: LayerState, part: str, module: nn.Module, product: Tensor) -> bool:
-        if not isinstance(product, Tensor):
-            raise TypeError(
-                f"layer {state.name!r} returned a {type(product).__name__}, not a tensor; say which "
-                "tensor is the product by overriding split() in its kronfac.layers.Layer."
-            )
-        if not product.requires_grad or not state.layer.weight.requires_grad:
-            return False
-        return state.layer.uses(module.get_submodule("out_proj") if part == OUTPUT else module)
 
     def _remember_random(
         self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,11 +311,12 @@ class Capture:
     def _observe(
         self, state: LayerState, forward_pass: Pass | None, inputs: tuple[Any, ...], product: Tensor
     ) -> None:
-        forward_pass = self.observe_call(state, forward_pass, inputs)
+        waits = self.switch.depth > 0 and may_wait(state, inputs, product)
+        forward_pass = self.observe_call(state, forward_pass, inputs, waits=waits)
         sampled = self.options.sampled
         if self.options.fisher == "forward" or not (sampled or state.watches("output")):
             return
-        kept = [state.layer.keep(x) for x in inputs] if state.layer.keeps_inputs else []
+        kept = state.layer.keep_call(inputs, product) if state.layer.keeps_inputs else []
         if sampled:
             self.edges.append(Edge(state, forward_pass, kept, product))
         else:
@@ -329,14 +328,19 @@ class Capture:
         forward_pass: Pass | None,
         inputs: tuple[Any, ...],
         traced: bool = False,
+        waits: bool = False,
     ) -> Pass:
-        """Observe the input side of one product and return the pass that it belongs to."""
+        """Observe the input side of one product, now or at the end, and return the pass it belongs to."""
         state.renew_if_stale()
         first = inputs[0]
         if forward_pass is None:
             forward_pass = self._implicit_pass(state, first)
-        with observing(first.device):
-            self._observe_input(state, inputs, forward_pass, traced)
+        if not state.observed or not state.watches("input"):
+            return forward_pass
+        with observing(first.device), self.phases("observe-input", state.name):
+            grown = self.inputs.record(state, inputs, forward_pass, traced, waits)
+        if grown is not None:
+            self.waiting.tell(grown, self.listener)
         return forward_pass
 
     def observe_traced_call(
@@ -350,16 +354,6 @@ class Capture:
         """From here on it is settled whether the coming step takes statistics."""
         if module.training and torch.is_grad_enabled():
             self.forward_seen = True
-
-    def _observe_input(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
-    ) -> None:
-        if not state.observed or not state.watches("input"):
-            return
-        with self.phases("observe-input", state.name):
-            grown = self.inputs.record(state, values, forward_pass, traced)
-        if grown is not None and self.listener is not None:
-            self.listener(grown, "input")
 
     def _implicit_pass(self, state: LayerState, x: Tensor) -> Pass:
         """Pass of a layer that is called outside the model's forward.
@@ -414,6 +408,7 @@ class Capture:
         mean over draws; ``scaled`` says that it carries the factor of a gradient scaler.
         """
         self.passes[forward_pass] = None
+        self.take_in_inputs()
         if not state.observed:
             return
         with self.phases("observe-output", state.name):

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from kronfac.capture.hooks import Hook, inside_backward, inside_transform, is_batched
+from kronfac.capture.hooks import (
+    Hook,
+    inside_backward,
+    inside_transform,
+    is_batched,
+    saves_elsewhere,
+)
 from kronfac.layers import Layer
 from kronfac.layers.linear import LinearLayer
 
@@ -133,7 +139,7 @@ class GradientRows:
         if not torch.is_grad_enabled() or inside_transform() or inside_backward():
             return
         inputs: Any = args[0] if args else kwargs.get("input")
-        if not _is_plain(module, inputs, output, self.layer.factor_dtype) or _saves_elsewhere():
+        if not _is_plain(module, inputs, output, self.layer.factor_dtype) or saves_elsewhere():
             return
         nodes = _nodes(output, self.layer.parameters)
         if nodes is None:
@@ -215,11 +221,6 @@ def _is_plain(module: nn.Module, inputs: Any, output: Any, dtype: torch.dtype) -
     if type(output) is not Tensor or not isinstance(inputs, Tensor) or inputs.dim() < 2:
         return False
     return bool(inputs.dtype == output.dtype == dtype)
-
-
-def _saves_elsewhere() -> bool:
-    """Whether inputs are not kept for backward as they are: checkpointing and offloading save memory."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _nodes(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kronfac.capture.broadcast import serves_all_samples, summed_rows
+from kronfac.capture.waiting import WaitingInputs
 from kronfac.layers.rows import Rows
 from kronfac.layers.shards import whole
 from kronfac.state.layer_state import LayerState
@@ -23,8 +24,12 @@ def record_input(
     values: tuple[Any, ...],
     forward_pass: Pass,
     into: Pending | None = None,
+    waiting: WaitingInputs | None = None,
 ) -> bool:
-    """Take in the inputs of one product; ``into`` keeps them apart from what is pending."""
+    """Take in the inputs of one product; ``into`` keeps them apart from what is pending.
+
+    ``waiting`` is where inputs may wait.
+    """
     values = tuple(map(whole, values))
     rows = state.layer.inputs(values)
     if rows is None:
@@ -43,6 +48,9 @@ def record_input(
     if state.block.holds_rows:
         state.block.check_rows(rows)
         pending.hold_input(rows, forward_pass)
+        return True
+    if waiting is not None and not broadcast and waiting.takes(state, rows, values[0]):
+        waiting.add(state, pending, rows)
         return True
     times = forward_pass.samples if broadcast else 1  # one row for each sample
     found = state.block.observe_input(rows, context_of(forward_pass, state.solution_in_use))

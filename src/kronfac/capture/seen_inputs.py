@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kronfac.capture.recording import record_input
+from kronfac.capture.waiting import WaitingInputs
 from kronfac.state.input_group import Sighting
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.forward_pass import Pass
@@ -22,8 +23,9 @@ from kronfac.statistics.pending import Pending
 class SeenInputs:
     """The inputs of a step, for layers that may have the same, or are known to."""
 
-    def __init__(self, shares: bool) -> None:
+    def __init__(self, shares: bool, waiting: WaitingInputs) -> None:
         self.shares = shares
+        self.waiting = waiting
         #: What layers of which it is not settled yet have seen, in order.
         self.noted: dict[LayerState, list[Hashable]] = {}
         #: An address is not given to another tensor while somebody refers to it.
@@ -38,24 +40,36 @@ class SeenInputs:
         self._memory.clear()
 
     def record(
-        self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool
+        self,
+        state: LayerState,
+        values: tuple[Any, ...],
+        forward_pass: Pass,
+        traced: bool,
+        waits: bool = False,
     ) -> LayerState | None:
-        """Take in the inputs of one product; returns the layer whose statistics have grown, if any."""
-        group = state.group
+        """Take in the inputs of one product, or let them wait for the end of the forward.
+
+        Returns the layer whose statistics have grown, or will have, if any.
+        """
+        group, waiting = state.group, self.waiting if waits else None
         if group is None or group.parted:
             if self.shares and not state.group_settled:
                 self.noted.setdefault(state, []).append(
                     self._key(state, values, forward_pass, traced)
                 )
-            return state if record_input(state, values, forward_pass) else None
+            grown = record_input(state, values, forward_pass, waiting=waiting)
+            return state if grown else None
         self.noted.setdefault(state, [])
         key = self._key(state, values, forward_pass, traced)
         sighting = group.claim(state, key)
         if sighting is None:
             sighting = Sighting(key, Pending(state.block), [state])
-            record_input(state, values, forward_pass, sighting.pending)
+            record_input(state, values, forward_pass, sighting.pending, waiting)
             group.sightings.append(sighting)
-        return group.leader if group.take_if_complete(sighting) else None
+        if not group.take_if_complete(sighting):
+            return None
+        self.waiting.hand_over(sighting.pending, group.leader.pending)
+        return group.leader
 
     def _key(
         self, state: LayerState, values: tuple[Any, ...], forward_pass: Pass, traced: bool

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from kronfac.capture import compiled
 from kronfac.capture.hooks import OutputView, source_of
+from kronfac.layers.attention import OUTPUT
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.forward_pass import Pass
 
@@ -40,3 +41,15 @@ class Edge:
         self.kept = kept
         self.view = OutputView(product, source)
         self.gradient = get_gradient_edge(source)
+
+
+def is_seen(state: LayerState, part: str, module: nn.Module, product: Tensor) -> bool:
+    """Whether a product is one of its layer's, as it is now, and will have a gradient."""
+    if not isinstance(product, Tensor):
+        raise TypeError(
+            f"layer {state.name!r} returned a {type(product).__name__}, not a tensor; say which "
+            "tensor is the product by overriding split() in its kronfac.layers.Layer."
+        )
+    if not product.requires_grad or not state.layer.weight.requires_grad:
+        return False
+    return state.layer.uses(module.get_submodule("out_proj") if part == OUTPUT else module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,10 @@ class Layer(ABC):
     def keep(self, value: Any) -> Any:
         """An input of a call as it is kept until the backward pass."""
         return value.detach() if isinstance(value, Tensor) else value
+
+    def keep_call(self, inputs: Sequence[Any], product: Tensor) -> list[Any]:
+        """The inputs of a call that are kept, given its output too; others may follow them."""
+        return [self.keep(value) for value in inputs]
 
     def uses(self, module: nn.Module) -> bool:
         """Whether a module computes with this weight now (not ``torch.func.functional_call``)."""

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.layer import Layer
-from kronfac.layers.rows import DenseRows, Rows
+from kronfac.layers.norm_sums import normalised_sums, products_and_sums, saved_by_norm
+from kronfac.layers.rows import Rows
 from kronfac.layers.shards import plain_type
+from kronfac.linalg import devices
 
 
 class NormLayer(Layer):
@@ -39,6 +42,14 @@ class NormLayer(Layer):
             return kept.clone()
         return kept
 
+    def keep_call(self, inputs: Sequence[Any], product: Tensor) -> list[Any]:
+        """See :meth:`Layer.keep_call`: what autograd keeps of the call, if that can be had."""
+        plain = type(product) is Tensor and bool(inputs) and type(inputs[0]) is Tensor
+        saved = saved_by_norm(product) if plain else None
+        if saved is None or saved[0].shape != inputs[0].shape:
+            return super().keep_call(inputs, product)
+        return list(saved)
+
     def inputs(self, args: tuple[Any, ...]) -> Rows | None:
         """Nothing is observed on the input side alone."""
         return None
@@ -46,11 +57,14 @@ class NormLayer(Layer):
     def outputs(self, grad: Tensor, args: tuple[Any, ...] = ()) -> Rows:
         """Per-sample gradients, as rows ``[C, N, 1, 2]``."""
         x = args[0].detach().to(self.factor_dtype)
-        grad = grad.detach().to(self.factor_dtype)
-        columns = [self._weight_gradient(grad, x)]
-        if self.bias_trains:
-            columns.append(self._per_sample(grad))
-        return DenseRows(torch.stack(columns, dim=-1).transpose(0, 1).unsqueeze(-2))
+        return self._sums(grad.detach().to(self.factor_dtype), x, args[1:])
+
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        """Sums over positions; ``known`` is what else :meth:`keep_call` has kept."""
+        gradients = self._per_sample(grad) if self.bias_trains else None
+        if gradients is grad:
+            gradients = grad.clone()  # it is kept, and may be overwritten
+        return ChannelSums(self._weight_gradient(grad, x), gradients, bias=self.bias_trains)
 
     @abstractmethod
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -82,8 +96,17 @@ class BatchNormLayer(ChannelNormLayer):
 
     module: nn.BatchNorm2d
 
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        dense = x.dim() > 2 and x.is_contiguous() and grad.is_contiguous()
+        if not devices.wants_few_kernels(x.device) or not dense or len(known) != 2:
+            return super()._sums(grad, x, known)
+        mean, scale = (one.to(self.factor_dtype) for one in known)
+        products, gradients = products_and_sums(grad.flatten(2), x.flatten(2))
+        return ChannelSums(products, gradients, (mean, scale), bias=self.bias_trains)
+
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return (self._by_sums if x.device.type == "cpu" else self._by_norm)(grad, x)
+        few = devices.wants_few_kernels(x.device)
+        return (self._by_norm if few else self._by_sums)(grad, x)
 
     def _by_norm(self, grad: Tensor, x: Tensor) -> Tensor:
         """In as few kernels as possible."""
@@ -154,6 +177,16 @@ class LayerNormLayer(TrailingNormLayer):
     """Normalised over the last dimensions, with their mean removed."""
 
     module: nn.LayerNorm
+
+    def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
+        few = devices.wants_few_kernels(x.device)
+        if not few or len(known) != 2 or x.dim() == self.weight.dim():
+            return super()._sums(grad, x, known)
+        shape = x.shape[0], math.prod(x.shape[1 : x.dim() - self.weight.dim()])
+        mean, scale = (one.to(self.factor_dtype).reshape(*shape, 1) for one in known)
+        grad, x = (one.reshape(*shape, self.weight.numel()) for one in (grad, x))
+        sums = normalised_sums(grad, x, mean, scale, self.bias_trains)
+        return ChannelSums(*sums, bias=self.bias_trains)
 
     def _weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         normalised = F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)

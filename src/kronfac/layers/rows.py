@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import (
     bordered,
     bordered_gram,
@@ -29,6 +30,7 @@ from kronfac.linalg.patches import (
     patches,
     patches_at,
 )
+from kronfac.linalg.positions import maps_at, spread_positions
 from kronfac.linalg.sliding import patch_covariance
 
 
@@ -93,9 +95,7 @@ class Rows(ABC):
 
     def _positions(self, start: int, stride: int, device: torch.device) -> Tensor:
         """Numbers of these positions, ``[N, S // stride]``."""
-        samples = torch.arange(self.samples, device=device)[:, None]
-        steps = torch.arange(self.positions // stride, device=device)[None]
-        return (start + samples + stride * steps) % max(1, self.positions)
+        return spread_positions(self.samples, self.positions, start, stride, device)
 
     def beside(self, later: Rows) -> Rows:
         """These rows and, as further positions of the same samples, those of a later use."""
@@ -207,6 +207,10 @@ class PatchRows(Rows):
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`; other patches are not collected."""
         where = self._positions(start, stride, self.x.device)
+        if devices.wants_few_kernels(self.x.device) and self.window.pointwise:
+            maps = maps_at(self.x, where).unflatten(1, (self.window.groups, -1))
+            rows = maps.permute(1, 0, 3, 2)  # [g, N, P, C]
+            return DenseRows(rows if self.window.groups > 1 else rows[0], self.ones)
         return DenseRows(patches_at(self.x, self.window, where), self.ones)
 
     def kept(self) -> Rows:
@@ -251,13 +255,19 @@ class MapRows(Rows):
 
     def every(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.every`; a copy has the layout that products are fast in."""
-        return MapRows(self.x[start::stride].clone(), self.groups)
+        chosen = self.x[start::stride]
+        if not devices.wants_few_kernels(chosen.device):
+            return MapRows(chosen.clone(), self.groups)
+        return MapRows(chosen.transpose(0, 1).contiguous().transpose(0, 1), self.groups)
 
     def some_positions(self, start: int, stride: int) -> Rows:
         """See :meth:`Rows.some_positions`."""
         maps = self.x.flatten(2)
-        where = self._positions(start, stride, maps.device)[:, None, :]
-        return MapRows(maps.gather(2, where.expand(-1, maps.shape[1], -1)), self.groups)
+        where = self._positions(start, stride, maps.device)
+        if devices.wants_few_kernels(maps.device):
+            return MapRows(maps_at(maps, where), self.groups)
+        where = where[:, None, :].expand(-1, maps.shape[1], -1)
+        return MapRows(maps.gather(2, where), self.groups)
 
     def kept(self) -> Rows:
         """See :meth:`Rows.kept`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.narrow import is_faster
 from kronfac.linalg.precision import full_precision
 
@@ -76,8 +77,9 @@ def _gram_into(out: Tensor, rows: Tensor) -> None:
     """Compute strips of the upper triangle only, and mirror them."""
     for start, stop in _strips(rows.shape[-2], rows.shape[-1], rows.device):
         left, right = rows[..., start:stop].mT, rows[..., start:]
-        if rows.dim() == 2 and rows.dtype == out.dtype:
-            torch.mm(left, right, out=out[start:stop, start:])
+        if rows.dim() in (2, 3) and rows.dtype == out.dtype:
+            multiply = torch.mm if rows.dim() == 2 else torch.bmm
+            multiply(left, right, out=out[..., start:stop, start:])
         else:
             out[..., start:stop, start:] = left @ right
         if stop < rows.shape[-1]:
@@ -92,7 +94,11 @@ def gram_flops(rows: int, width: int) -> int:
 def _strips(rows: int, width: int, device: torch.device | None = None) -> list[tuple[int, int]]:
     """Ranges of columns; a single range where there are few rows to multiply."""
     count = min(width // _STRIP_WIDTH, _MAX_STRIPS) if 2 * rows >= width else 1
-    if device is not None and device.type != "cpu" and 2 * rows * width**2 < _ONE_KERNEL:
+    if (
+        device is not None
+        and devices.wants_few_kernels(device)
+        and 2 * rows * width**2 < _ONE_KERNEL
+    ):
         count = 1
     size = -(-width // max(count, 1))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
@@ -108,6 +114,8 @@ def channel_gram(x: Tensor, groups: int = 1, narrow: bool = False) -> Tensor:
     samples, channels = x.shape[:2]
     positions = x.shape[2:].numel()
     width = channels // groups
+    if groups == 1 and x.transpose(0, 1).is_contiguous() and samples > 1:
+        return gram(x.transpose(0, 1).reshape(channels, -1).mT, narrow)
     channels_first = x.is_contiguous()
     if channels_first and width <= positions:
         maps = x.reshape(samples, groups, width, positions)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import gram
 
 
@@ -44,6 +45,11 @@ class Window:
     def unit_stride(self) -> bool:
         """Whether the kernel visits every position."""
         return all(s == 1 for s in self.stride)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each patch is one position, and each position a patch."""
+        return self.taps == 1 and self.unit_stride and not any(map(any, self.padding))
 
     def tap_slices(self, size: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """For each tap, in row-major order, the input elements it touches, without the padding."""
@@ -115,7 +121,7 @@ def patch_gram(x: Tensor, window: Window, max_elements: int | None = None) -> Te
     On a CPU so few that they stay in its caches; elsewhere each few are a kernel more.
     """
     if max_elements is None:
-        max_elements = 1 << (22 if x.device.type == "cpu" else 25)
+        max_elements = 1 << (25 if devices.wants_few_kernels(x.device) else 22)
     out = math.prod(window.output_size(x.shape[2:]))
     per_sample = max(1, out * x.shape[1] * window.taps)
     chunk = max(1, max_elements // per_sample)

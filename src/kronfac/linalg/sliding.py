@@ -20,17 +20,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import gram_flops
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 from kronfac.linalg.precision import full_precision
-
-Interval = tuple[int, int]
+from kronfac.linalg.selection import selected_covariance
+from kronfac.linalg.strips import Interval, Strip, longest_dim, strips_of
 
 #: Work is done in chunks, to keep copies small: most elements of a batch, most elements of its
 #: products (of the image, of its borders), fewest channels.
@@ -51,8 +51,10 @@ def patch_covariance(x: Tensor, window: Window) -> Tensor:
 
     Exact to rounding. The algorithm is chosen from the shapes and the kind of device alone.
     """
-    slides = _sliding_pays(tuple(x.shape), window, x.device.type == "cpu")
-    return sliding_covariance(x, window) if slides else patch_gram(x, window)
+    few = devices.wants_few_kernels(x.device)
+    if not _sliding_pays(tuple(x.shape), window, few):
+        return patch_gram(x, window)
+    return (selected_covariance if few else sliding_covariance)(x, window)
 
 
 @full_precision
@@ -64,7 +66,7 @@ def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     blocks = x.new_empty(window.groups, *window.kernel, channels, *window.kernel, channels)
     _fill_whole_image(blocks, x, window)
     _mirror(blocks, window)
-    for strips in _strips(size, window):
+    for strips in strips_of(size, window):
         for offset, products in _strip_products(x, strips, window):
             for strip, product in zip(strips, products, strict=True):
                 target = _blocks_at(blocks, offset, strip)
@@ -89,19 +91,19 @@ def collecting_flops(shape: Sequence[int], window: Window) -> int:
 
 
 def _image_flops(shape: Sequence[int], window: Window) -> int:
-    longest = window.kernel[_longest(window)]
+    longest = window.kernel[longest_dim(window)]
     offsets = longest * math.prod(2 * k - 1 for k in window.kernel) // (2 * longest - 1)
     return 2 * shape[0] * shape[1] ** 2 // window.groups * offsets * math.prod(shape[2:])
 
 
 def _strip_flops(shape: Sequence[int], window: Window) -> int:
-    strips = itertools.chain.from_iterable(_strips(tuple(shape[2:]), window))
+    strips = itertools.chain.from_iterable(strips_of(tuple(shape[2:]), window))
     products = sum(strip.products * strip.volume for strip in strips)
     return 2 * shape[0] * shape[1] ** 2 // window.groups * products
 
 
 @lru_cache(maxsize=1024)
-def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -> bool:
+def _sliding_pays(shape: tuple[int, ...], window: Window, few_kernels: bool = False) -> bool:
     """Choose by a cost model that reads no times: every run and rank makes the same choice.
 
     The constants (nanoseconds) were fitted on a two-core AVX-512 machine. What matters is that many
@@ -112,10 +114,10 @@ def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -
     flops = _image_flops(shape, window) + _strip_flops(shape, window)
     if flops >= collecting_flops(shape, window):
         return False
+    if few_kernels:
+        return _few_kernels_cost_more(shape, window)
     width = shape[1] // window.groups * window.taps
-    strips = list(itertools.chain.from_iterable(_strips(tuple(shape[2:]), window)))
-    if not on_cpu:
-        return _few_kernels_cost_more(shape, window, strips)
+    strips = list(itertools.chain.from_iterable(strips_of(tuple(shape[2:]), window)))
     sliding = (
         400_000
         + _image_flops(shape, window) / 170
@@ -132,107 +134,20 @@ def _sliding_pays(shape: tuple[int, ...], window: Window, on_cpu: bool = True) -
 _LAUNCH, _FLOPS, _BYTES = 5_000, 10_000, 1_000
 
 
-def _few_kernels_cost_more(shape: Sequence[int], window: Window, strips: Sequence[_Strip]) -> bool:
-    """Whether all patches at once, in a few kernels, take longer than many small products.
+def _few_kernels_cost_more(shape: Sequence[int], window: Window) -> bool:
+    """Whether all patches at once, in a few kernels, take longer than products of shifted images.
 
     No such device was measured: the constants are those of a common accelerator, to the nearest power
     of ten.
     """
-    kernels = 2 * window.taps + len(strips) * 5 + sum(2 * strip.products for strip in strips)
-    flops = _image_flops(shape, window) + _strip_flops(shape, window)
+    forms = strips_of(tuple(shape[2:]), window)
+    kernels = 5 + 2 * len(forms)
+    # The products of shifted images, and the blocks that are made of them, twice.
+    blocks = window.groups * (shape[1] // window.groups * window.taps) ** 2
+    flops = _image_flops(shape, window) + 2 * _strip_flops(shape, window)
     elements = shape[0] * math.prod(window.output_size(shape[2:])) * shape[1] * window.taps
     collecting = 4 * _LAUNCH + collecting_flops(shape, window) / _FLOPS + 8 * elements / _BYTES
-    return kernels * _LAUNCH + flops / _FLOPS < collecting
-
-
-@dataclass(frozen=True)
-class _Strip:
-    """A border box whose products are in ``D`` but not in ``A[u, ·]`` for its fixed taps.
-
-    Everything is per dimension: ``ranges`` are the offsets that lead from the box back into the image,
-    ``slab`` is the part of the image that they reach, and ``taps`` maps the dimensions in which the box
-    is thin to the tap of ``u`` that never visits it.
-    """
-
-    box: tuple[Interval, ...]
-    slab: tuple[Interval, ...]
-    ranges: tuple[Interval, ...]
-    taps: dict[int, int]
-
-    @property
-    def sign(self) -> int:
-        """Inclusion and exclusion."""
-        return -1 if len(self.taps) % 2 else 1
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the box overlaps only itself: opposite offsets are then transposes."""
-        return all(self.ranges[dim] == (0, 0) for dim in self.taps)
-
-    @property
-    def products(self) -> int:
-        """Number of ``C × C`` products per position."""
-        offsets = math.prod(high - low + 1 for low, high in self.ranges)
-        return (offsets + 1) // 2 if self.symmetric else offsets
-
-    @property
-    def volume(self) -> int:
-        """Number of positions in the box."""
-        return math.prod(stop - start for start, stop in self.box)
-
-    @property
-    def inside(self) -> tuple[slice, ...]:
-        """The box in the coordinates of the slab."""
-        pairs = zip(self.box, self.slab, strict=True)
-        return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """Strips of one form are multiplied together."""
-        sizes = tuple(stop - start for start, stop in self.slab)
-        inside = tuple((one.start, one.stop) for one in self.inside)
-        return sizes, inside, self.ranges
-
-
-@lru_cache(maxsize=256)
-def _strips(size: tuple[int, ...], window: Window) -> tuple[tuple[_Strip, ...], ...]:
-    """The corrections of inclusion and exclusion over all subsets of dimensions, by form."""
-    forms: dict[tuple[object, ...], list[_Strip]] = {}
-    for count in range(1, len(size) + 1):
-        for chosen in itertools.combinations(range(len(size)), count):
-            options = [list(_missed(dim, size[dim], window)) for dim in chosen]
-            for combination in itertools.product(*options):
-                box = [(0, n) for n in size]
-                ranges = [(1 - k, k - 1) for k in window.kernel]
-                for dim, (_, interval, offsets) in zip(chosen, combination, strict=True):
-                    box[dim], ranges[dim] = interval, offsets
-                slab = tuple(
-                    (max(0, start + low * d), min(n, stop + high * d))
-                    for (start, stop), (low, high), d, n in zip(
-                        box, ranges, window.dilation, size, strict=True
-                    )
-                )
-                taps = {dim: tap for dim, (tap, _, _) in zip(chosen, combination, strict=True)}
-                strip = _Strip(tuple(box), slab, tuple(ranges), taps)
-                forms.setdefault(strip.form, []).append(strip)
-    return tuple(tuple(strips) for strips in forms.values())
-
-
-def _missed(dim: int, size: int, window: Window) -> Iterator[tuple[int, Interval, Interval]]:
-    """For each tap: the intervals it never visits and the offsets that lead back into the image."""
-    kernel, dilation = window.kernel[dim], window.dilation[dim]
-    before, after = window.padding[dim]
-    out = size + before + after - dilation * (kernel - 1)
-    for tap in range(kernel):
-        start = tap * dilation - before
-        for low, high in ((0, min(start, size)), (max(start + out, 0), size)):
-            if low >= high:
-                continue
-            # x[q + offset·dilation] must lie inside the image for some q of the interval.
-            least = max(-tap, -((high - 1) // dilation))
-            most = min(kernel - 1 - tap, (size - 1 - low) // dilation)
-            if least <= most:
-                yield tap, (low, high), (least, most)
+    return kernels * _LAUNCH + flops / _FLOPS + 16 * blocks / _BYTES < collecting
 
 
 def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
@@ -242,7 +157,7 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
     and whose kernel has one tap per offset. The longest dimension needs offsets ``δ >= 0`` only, since
     ``D[-δ] = D[δ]ᵀ``. Batches and channels are processed in chunks, which bounds the copies.
     """
-    longest, dims = _longest(window), len(window.kernel)
+    longest, dims = longest_dim(window), len(window.kernel)
     ranges = [(1 - k, k - 1) for k in window.kernel]
     ranges[longest] = (0, window.kernel[longest] - 1)
     kernel = [high - low + 1 for low, high in ranges]
@@ -312,7 +227,7 @@ def _select(blocks: Tensor, tap: Sequence[int]) -> Tensor:
 
 def _mirror(blocks: Tensor, window: Window) -> None:
     """Fill the blocks with ``v < u`` in the longest dimension from their transposes."""
-    longest, dims = _longest(window), len(window.kernel)
+    longest, dims = longest_dim(window), len(window.kernel)
     order = [0, *range(1 + dims, 1 + 2 * dims), *range(1, 1 + dims)]
     for u in range(window.kernel[longest]):
         for v in range(u):
@@ -322,7 +237,7 @@ def _mirror(blocks: Tensor, window: Window) -> None:
 
 
 def _strip_products(
-    x: Tensor, strips: Sequence[_Strip], window: Window
+    x: Tensor, strips: Sequence[Strip], window: Window
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yield offsets ``δ`` with ``Σ_{q ∈ box} x[q] x[q + δ]ᵀ`` of strips of one form, ``[n, g, C, C]``.
 
@@ -363,7 +278,7 @@ def _strip_products(
                 yield tuple(-one for one in offset), product.mT
 
 
-def _blocks_at(blocks: Tensor, offset: Sequence[int], strip: _Strip) -> Tensor:
+def _blocks_at(blocks: Tensor, offset: Sequence[int], strip: Strip) -> Tensor:
     """The blocks of all pairs ``(u, u + offset)`` from which a strip is subtracted.
 
     A view ``[g, C, C, ...]`` with one more dimension for each in which the strip is not thin: there the
@@ -384,8 +299,3 @@ def _grouped_rows(images: Tensor, groups: int) -> Tensor:
     """``[n, N, *spatial, g·C] -> [n·g, rows, C]``."""
     rows = images.reshape(images.shape[0], -1, groups, images.shape[-1] // groups)
     return rows.transpose(1, 2).flatten(0, 1)
-
-
-def _longest(window: Window) -> int:
-    """The dimension in which the kernel is longest, where symmetry saves most."""
-    return max(range(len(window.kernel)), key=lambda dim: window.kernel[dim])

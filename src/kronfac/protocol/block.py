@@ -111,6 +111,14 @@ class Block(ABC):
         """
         return None
 
+    @property
+    def input_moment(self) -> str | None:
+        """The statistic that is the second moment of a call's input rows, if nothing else is observed.
+
+        Whoever drives the block may then compute it for several layers at once.
+        """
+        return None
+
     def weight(self, name: str, share: float) -> float:
         """The factor that makes a contribution count ``share`` times.
 

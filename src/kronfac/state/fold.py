@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.normalizer import Normalizer
-from kronfac.statistics.pending import largest_sum
+from kronfac.statistics.pending import Pending, largest_sum
 from kronfac.statistics.running import Running
 from kronfac.statistics.screening import add_dropped, screen_all, sizes_of
 
@@ -51,52 +51,75 @@ def fold_all(states: Sequence[LayerState], decay: float, normalizer: Normalizer)
             lender = state.lender(name)
             if lender is not state and lender.running[name] is state.running[name]:
                 continue  # it is folded there
-            if (kind := _kind(state, name, decay)) is None:
+            if not _is_simple(state, name):
                 fold(state, name, decay, normalizer)
-            else:
-                alike.setdefault(kind, []).append((state, name))
+                continue
+            running, total = state.running[name], state.pending.sums[name]
+            begun = running.sum is not None and running.count is not None
+            kind = total.device, total.dtype, running.statistic.decay, begun
+            alike.setdefault(kind, []).append((state, name))
     for chosen in alike.values():
         _fold_alike(chosen, decay, normalizer)
 
 
-def _kind(state: LayerState, name: str, decay: float) -> Hashable:
-    """What statistics have in common that are folded together; ``None`` for those that are not."""
-    running, pending = state.running[name], state.pending
-    one, total = running.statistic, pending.sums.get(name)
+def _is_simple(state: LayerState, name: str) -> bool:
+    """Whether a statistic is the sum of what its layer has observed itself, and nothing else."""
+    one, pending = state.running[name].statistic, state.pending
     simple = one.combine == "sum" and not one.occurrences and one.source in ("input", "output")
-    if total is None or not simple or name in pending.shared_sums:
-        return None
-    if (pending.rows is None) if one.source == "input" else not pending.finite:
-        return None
-    passes = tuple(pending.finite) if one.source == "output" else ()
-    shares = tuple(pending.shares().items()) if one.source == "output" else ()
-    begun = running.sum is not None and running.count is not None
-    return total.device, total.dtype, one.source, one.degree, one.decay, passes, shares, begun
+    if name not in pending.sums or not simple or name in pending.shared_sums:
+        return False
+    return pending.rows is not None if one.source == "input" else bool(pending.finite)
 
 
 def _fold_alike(chosen: Sequence[Named], decay: float, normalizer: Normalizer) -> None:
-    first = chosen[0][0].running[chosen[0][1]].statistic
-    totals = [state.pending.sums[name] for state, name in chosen]
-    if first.source == "input":
-        counts = [count for state, _ in chosen if (count := state.pending.rows) is not None]
-    else:
-        counts = _scale(chosen, totals, normalizer)
-    running = [state.running[name] for state, name in chosen]
-    _add_all(running, totals, counts, decay if first.decay is None else first.decay)
+    ordered, counts = [], []
+    by_degree: dict[int, list[Named]] = {}
+    for state, name in chosen:
+        if state.running[name].statistic.source == "input":
+            assert state.pending.rows is not None
+            ordered.append((state, name))
+            counts.append(state.pending.rows)
+        else:
+            by_degree.setdefault(state.running[name].statistic.degree, []).append((state, name))
+    for degree, found in by_degree.items():
+        outputs = _by_counting(found)
+        ordered += [one for alike in outputs for one in alike]
+        counts += _scale(outputs, normalizer, degree)
+    running = [state.running[name] for state, name in ordered]
+    totals = [state.pending.sums[name] for state, name in ordered]
+    own = running[0].statistic.decay
+    _add_all(running, totals, counts, decay if own is None else own)
 
 
-def _scale(chosen: Sequence[Named], totals: list[Tensor], normalizer: Normalizer) -> list[Tensor]:
+def _by_counting(chosen: Sequence[Named]) -> list[list[Named]]:
+    """Output statistics, together where the same passes and shares of rows count."""
+    alike: dict[Hashable, list[Named]] = {}
+    for state, name in chosen:
+        pending = state.pending
+        key = tuple(pending.finite), tuple(pending.shares().items())
+        alike.setdefault(key, []).append((state, name))
+    return list(alike.values())
+
+
+def _scale(outputs: list[list[Named]], normalizer: Normalizer, degree: int) -> list[Tensor]:
     """Scale output statistics in place and return their counts; what would overflow is dropped."""
-    scale = normalizer.scale(chosen[0][0].running[chosen[0][1]].statistic.degree)
-    pendings = [state.pending for state, _ in chosen]
-    names = [name for _, name in chosen]
-    sizes = sizes_of(zip(pendings, names, totals, strict=True))
+    chosen = [(state.pending, name) for alike in outputs for state, name in alike]
+    totals = [pending.sums[name] for pending, name in chosen]
+    scale = normalizer.scale(degree)
+    sizes = sizes_of((pending, name, pending.sums[name]) for pending, name in chosen)
     fits = sizes * scale < largest_sum(sizes.dtype)
     torch._foreach_mul_(totals, (fits.to(sizes.dtype) * scale).unbind())
+    dropped = torch.empty_like(fits, dtype=torch.int64)
+    add_dropped([pending for pending, _ in chosen], torch.logical_not(fits, out=dropped))
+    counts = [_counts([state.pending for state, _ in alike], normalizer) for alike in outputs]
+    return list(((torch.cat(counts) if len(counts) > 1 else counts[0]) * fits).unbind())
+
+
+def _counts(pendings: Sequence[Pending], normalizer: Normalizer) -> Tensor:
+    """What counts of layers that have seen the same passes."""
     passes = pendings[0].finite
     finite = {one: torch.stack([pending.finite[one] for pending in pendings]) for one in passes}
-    add_dropped(pendings, fits.logical_not())
-    return list((normalizer.count(finite, pendings[0].shares()) * fits).unbind())
+    return normalizer.count(finite, pendings[0].shares())
 
 
 def _add_all(

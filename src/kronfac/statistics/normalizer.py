@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from kronfac.statistics.forward_pass import Pass
-from kronfac.statistics.running import new_count
+from kronfac.statistics.running import count_dtype
 
 #: All rows of every pass were chosen.
 _ALL: Mapping[Pass, float] = {}
@@ -62,14 +62,15 @@ class Normalizer:
 
         ``shares`` are those of rows that were chosen, by pass, where they are not all of them.
         """
-        device = next(iter(finite.values())).device
-        forward_pass = new_count(0.0, device)
+        total: Tensor | None = None
         for one, flag in finite.items():
             weight = self._weight(one) * shares[one] if one in shares else self._weight(one)
-            forward_pass = forward_pass + flag.to(forward_pass.dtype) * weight
+            seen = flag.to(count_dtype(flag.device)) * weight
+            total = seen if total is None else total + seen
+        assert total is not None
         if isinstance(self.loss_average, str):
-            return forward_pass
-        return forward_pass * (self.samples / _at_least_one(self._total))
+            return total
+        return total * (self.samples / _at_least_one(self._total))
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:

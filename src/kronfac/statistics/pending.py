@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.rows import DenseRows, Rows
 from kronfac.protocol.block import Block, Context, Tensors
+from kronfac.statistics.contributions import Summed, Unscreened
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
 from kronfac.statistics.running import count_dtype, new_count
@@ -18,23 +19,8 @@ from kronfac.statistics.running import count_dtype, new_count
 _generations = itertools.count()
 
 
-@dataclass
-class Summed:
-    """Output gradients of inputs that stand for all samples, added up over the calls of a step."""
-
-    rows: Tensor
-    share: float
-    passes: dict[Pass, None]
-
-
-@dataclass
-class Unscreened:
-    """The first contributions of a side, of which nobody knows yet whether they are finite."""
-
-    values: Mapping[str, Tensor]
-    #: How many rows they have (inputs), or the pass that they belong to (outputs).
-    rows: int | Tensor = 0
-    forward_pass: Pass | None = None
+def _as_tensor(held: Tensor | Rows) -> Tensor:
+    return held.summed() if isinstance(held, Rows) else held
 
 
 def largest_sum(dtype: torch.dtype) -> float:
@@ -57,7 +43,7 @@ class Pending:
         self.finite: dict[Pass, Tensor] = {}
         #: Input rows of a pass, and what their sum over positions is to be divided by.
         self.held_inputs: dict[Pass, tuple[Rows, int]] = {}
-        self.held_outputs: dict[tuple[Pass, int], tuple[Tensor, float]] = {}
+        self.held_outputs: dict[tuple[Pass, int], tuple[Tensor | Rows, float]] = {}
         #: Rows by draw, and what they contribute once they are added up over ranks.
         self.summed: dict[int, Summed] = {}
         self.shared_sums: dict[str, Tensor] = {}
@@ -246,15 +232,19 @@ class Pending:
     def hold_output(self, rows: Rows, forward_pass: Pass, draw: int, share: float) -> None:
         """The same for output rows; several backward passes of one draw add up."""
         key = (forward_pass, draw)
-        before = self.held_outputs.get(key)
+        held = self.held_outputs.get(key)
+        if held is None and self.block.keeps == "summed" and isinstance(rows, ChannelSums):
+            self.held_outputs[key] = (rows, share)  # they become rows with those of others
+            return
+        before = None if held is None else _as_tensor(held[0])
         kept = rows.kept().dense() if self.block.keeps == "dense" else rows.summed()
         if before is not None and self.block.keeps == "dense":
             inputs = self.held_inputs.get(forward_pass)
-            if inputs is not None and before[0].shape[-2] < inputs[0].positions:
+            if inputs is not None and before.shape[-2] < inputs[0].positions:
                 # The uses of a pass come back in the opposite order.
-                self.held_outputs[key] = (torch.cat([kept, before[0]], dim=-2), share)
+                self.held_outputs[key] = (torch.cat([kept, before], dim=-2), share)
                 return
-        self.held_outputs[key] = (kept if before is None else before[0] + kept, share)
+        self.held_outputs[key] = (kept if before is None else before + kept, share)
 
     def hold_summed(self, rows: Tensor, forward_pass: Pass, draw: int, share: float) -> bool:
         """Add rows ``[*b, 1, S, d]`` to those of other calls; false if these are of another size."""
@@ -280,7 +270,9 @@ class Pending:
         rows, positions = self.held_inputs[forward_pass]
         return rows if positions == 1 else DenseRows(rows.dense() / positions)
 
-    def _held(self, rows: Tensor) -> DenseRows:
+    def _held(self, rows: Tensor | Rows) -> Rows:
+        if isinstance(rows, Rows):
+            return rows
         return DenseRows(rows if self.block.keeps == "dense" else rows.unsqueeze(-2))
 
     def settle(self, solution: Tensors | None) -> None:
@@ -376,7 +368,8 @@ class Pending:
                 total = self.sums[name]
                 for _ in range(statistic.degree):
                     total.div_(scale.to(total.device, total.dtype))
-        for key, (rows, share) in self.held_outputs.items():
+        for key, (held, share) in self.held_outputs.items():
+            rows = _as_tensor(held)
             self.held_outputs[key] = (rows / scale.to(rows.device, rows.dtype), share)
         for one in self.summed.values():
             one.rows = one.rows / scale.to(one.rows.device, one.rows.dtype)

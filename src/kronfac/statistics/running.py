@@ -64,7 +64,7 @@ class Running:
     @staticmethod
     def fading(dtype: torch.dtype, counts: Tensor, decay: float) -> Tensor:
         """Factors by which sums of a precision and their counts fade."""
-        return (_least_count(dtype) / counts).clamp(max=1).clamp(min=decay)
+        return (_least_count(dtype) / counts).clamp(min=decay, max=1.0)
 
     def _occurred(self) -> Tensor | None:
         """What has ever occurred, where that matters."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kronfac.statistics.pending import Pending, Unscreened
+from kronfac.linalg import devices
+from kronfac.statistics.contributions import Unscreened
+from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import count_dtype
 
 #: What a side has observed of a single statistic.
@@ -18,9 +20,9 @@ _MOST_ELEMENTS = 2**26
 
 def screen_all(pendings: Iterable[Pending]) -> None:
     """Zero contributions that are not finite and count the others; nothing is read from the device."""
+    alike: dict[Hashable, list[_Entry]] = {}
     waiting = [pending for pending in pendings if pending.unscreened]
     for side in ("input", "output"):
-        alike: dict[Hashable, list[_Entry]] = {}
         for pending in waiting:
             first = pending.unscreened.get(side)
             if first is None:
@@ -31,8 +33,8 @@ def screen_all(pendings: Iterable[Pending]) -> None:
             del pending.unscreened[side]
             ((name, value),) = first.values.items()
             alike.setdefault((value.device, value.dtype), []).append((pending, first, name, value))
-        for entries in alike.values():
-            _screen(entries)
+    for entries in alike.values():
+        _screen(entries)
 
 
 def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
@@ -41,48 +43,61 @@ def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
     for pending, name, value in entries:
         symmetric = pending.block.statistics[name].symmetric
         # Of many small parts a processor reads less, and other devices have to ask for each.
-        reads_part = symmetric and value.device.type == "cpu"
+        reads_part = symmetric and not devices.wants_few_kernels(value.device)
         parts.append(value.diagonal(dim1=-2, dim2=-1) if reads_part else value)
     return torch.stack(torch._foreach_norm(parts, torch.inf))
 
 
 def _screen(entries: Sequence[_Entry]) -> None:
+    """Those of the input side come first."""
     sizes = sizes_of((pending, name, value) for pending, _, name, value in entries)
-    finite = torch.isfinite(sizes)
+    finite = sizes < torch.inf
     bad = finite.logical_not()
-    if bad.device.type == "cpu":
+    if devices.wants_few_kernels(bad.device):
+        zero_together([value for _, _, _, value in entries], bad)
+    else:
         for (_, _, _, value), wrong in zip(entries, bad.unbind(), strict=True):
             value.masked_fill_(wrong, 0)
-    else:
-        _zero_alike(entries, bad)
     _count([(pending, first) for pending, first, _, _ in entries], finite)
-    add_dropped([pending for pending, _, _, _ in entries], bad)
+    pendings = [pending for pending, _, _, _ in entries]
+    inputs = sum(first.forward_pass is None for _, first, _, _ in entries)
+    dropped = bad.to(torch.int64)
+    add_dropped(pendings[:inputs], dropped[:inputs])
+    add_dropped(pendings[inputs:], dropped[inputs:])
 
 
-def _zero_alike(entries: Sequence[_Entry], bad: Tensor) -> None:
-    """Zero what is not finite, contributions of equal shape in one kernel."""
-    alike: dict[Hashable, list[int]] = {}
-    for index, (_, _, _, value) in enumerate(entries):
-        alike.setdefault(value.shape, []).append(index)
-    for own in alike.values():
-        size = max(1, _MOST_ELEMENTS // max(1, entries[own[0]][3].numel()))
-        for start in range(0, len(own), size):
-            some = own[start : start + size]
-            if len(some) == 1:
-                entries[some[0]][3].masked_fill_(bad[some[0]], 0)
-                continue
-            values = [entries[index][3] for index in some]
-            wrong = torch.stack([bad[index] for index in some])
-            stacked = torch.stack(values)
-            stacked.masked_fill_(wrong[(..., *[None] * values[0].dim())], 0)
-            torch._foreach_copy_(values, stacked.unbind())
+def zero_together(values: Sequence[Tensor], bad: Tensor) -> None:
+    """Zero some tensors, those of which ``bad`` is true, side by side in a few kernels."""
+    for start, stop in _portions([value.numel() for value in values]):
+        some, wrong = list(values[start:stop]), bad[start:stop].unbind()
+        if len(some) == 1:
+            some[0].masked_fill_(wrong[0], 0)
+            continue
+        flat = torch.cat([value.reshape(-1) for value in some])
+        mask = torch.cat([one.expand(v.numel()) for one, v in zip(wrong, some, strict=True)])
+        parts = flat.masked_fill_(mask, 0).split([value.numel() for value in some])
+        torch._foreach_copy_(some, [p.view(v.shape) for p, v in zip(parts, some, strict=True)])
+
+
+def _portions(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of tensors that have together no more numbers than are copied at once."""
+    start = found = 0
+    for index, size in enumerate(sizes):
+        if index > start and found + size > _MOST_ELEMENTS:
+            yield start, index
+            start, found = index, 0
+        found += size
+    if sizes:
+        yield start, len(sizes)
 
 
 def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> None:
     counted = finite.to(count_dtype(finite.device)).unbind()
-    rows = [first.rows if isinstance(first.rows, int) else 1 for _, first in entries]
-    if entries[0][1].forward_pass is None:
-        torch._foreach_mul_(counted, rows)
+    rows = [
+        first.rows if first.forward_pass is None and isinstance(first.rows, int) else 1
+        for _, first in entries
+    ]
+    torch._foreach_mul_(counted, rows)
     for (pending, first), flag, count in zip(entries, finite.unbind(), counted, strict=True):
         if first.forward_pass is not None:
             pending.finite[first.forward_pass] = flag
@@ -90,9 +105,11 @@ def _count(entries: Sequence[tuple[Pending, Unscreened]], finite: Tensor) -> Non
             pending.count_rows(count if isinstance(first.rows, int) else count * first.rows)
 
 
-def add_dropped(pendings: Sequence[Pending], bad: Tensor) -> None:
-    """Count what is dropped, once for each layer."""
-    each = bad.to(torch.int64).unbind()
+def add_dropped(pendings: Sequence[Pending], dropped: Tensor) -> None:
+    """Count what is dropped: 0 or 1 for each layer."""
+    if not pendings:
+        return
+    each = dropped.unbind()
     before, news = [], []
     for pending, one in zip(pendings, each, strict=True):
         if pending.dropped is None:

@@ -40,7 +40,6 @@ from kronfac.step.due import coming, take_due
 from kronfac.step.gradient_statistics import (
     follow_gradients,
     look_at_gradients,
-    observe_gradient,
 )
 from kronfac.step.loss_scale import early_divisor, early_normalizer, normalizer_of
 from kronfac.step.random_seeds import RandomSeeds
@@ -48,6 +47,7 @@ from kronfac.step.row_form import RowForm
 from kronfac.step.sampled_rows import SampledRows
 from kronfac.step.saving import Entries, Names
 from kronfac.step.schedule import Clock, spread_offsets
+from kronfac.step.settling import settle
 from kronfac.step.shared_inputs import SharedInputs
 from kronfac.step.transforms import Momentum
 from kronfac.step.updates import Updates
@@ -307,6 +307,7 @@ class Preconditioner:
         """Fold what was observed since the last step into the running averages."""
         self._sums = sums_gradients(self.model)
         known = partial(normalizer_of, self.options, self.capture, self.coordinator, self._sums)
+        self.capture.take_in_inputs()
         self.coordinator.land(known)
         self.inputs.settle(states, self.coordinator)
         if self.coordinator.sees_all:
@@ -318,20 +319,10 @@ class Preconditioner:
         self.coordinator.before_fold(states, self.capture.passes)
         normalizer = known()
         self.coordinator.settle_broadcast(states, normalizer)
-        for state in states:
-            self._settle(state)
-            state.has_new_statistics = True
+        settle(states, self.coordinator, self.clock.step)
         fold_all(states, self._decay, normalizer)
         self.clock.mark_factor()
         self.count("factor_updates")
-
-    def _settle(self, state: LayerState) -> None:
-        """Turn everything that was observed into contributions."""
-        state.pending.settle(state.solution_in_use)
-        observe_gradient(state, list(state.running), self.coordinator)
-        for name, running in state.running.items():
-            if running.statistic.combine == "gather" and state.pending.has_observed(name):
-                running.gathered_at = self.clock.step
 
     def _solve_again(self, states: Iterable[LayerState]) -> None:
         """Solve the parts of every step, where their layers are worked on; nothing travels."""

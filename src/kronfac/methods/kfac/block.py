@@ -129,6 +129,11 @@ class KFACBlock(Block):
             return None
         return KFACBlock, self.statistics["A"], self.dtype, self.solver == "eigen"
 
+    @property
+    def input_moment(self) -> str | None:
+        """See :attr:`Block.input_moment`."""
+        return "A" if self.input_key is not None and self.forms["A"] == "dense" else None
+
     def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
         if self.forms["A"] != "dense":
