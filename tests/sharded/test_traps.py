@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import kronfac
 from kronfac.layers import LinearLayer
 from kronfac.layers.shards import local
-from tests.distributed.equivalence import alone, assert_near, case, double_precision
+from tests.distributed.equivalence import Case, alone, assert_near, case, double_precision
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
 from tests.sharded.harness import (
@@ -376,12 +376,12 @@ def test_the_optimizer_may_be_built_before_sharding() -> None:
     check(2, (MLP, Way(order="before")), (TRANSFORMER, Way("model", order="before")))
 
 
-def built_on_meta(rank: int, order: str) -> Any:
+def built_on_meta(rank: int, order: str, one: Case = MLP) -> Any:
     with double_precision():
         source = KINDS["mlp"].model().state_dict()
         with torch.device("meta"):
             model = KINDS["mlp"].make()
-        options = dict(MLP.options)
+        options = dict(one.options)
 
         def make() -> Any:
             base = BASES["momentum"](model)
@@ -395,7 +395,7 @@ def built_on_meta(rank: int, order: str) -> Any:
             for name, parameter in model.named_parameters():
                 mesh, placements = parameter.device_mesh, parameter.placements
                 parameter.copy_(distribute_tensor(source[name], mesh, placements))
-        train(rank, model, optimizer or make(), MLP)
+        train(rank, model, optimizer or make(), one)
         return whole_parameters(model)
 
 
