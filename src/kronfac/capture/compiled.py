@@ -206,7 +206,7 @@ def allow_dtensors() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     def watch(product: Any, inputs: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-        kinds = {*map(Shard, range(product.ndim)), Replicate(), *product.placements}
+        kinds = dict.fromkeys([*product.placements, *map(Shard, range(product.ndim)), Replicate()])
         given = [Replicate() for _ in inputs]
         # The others are whether inputs are kept, two tickets, and two numbers.
         others = [None, Replicate(), Replicate(), None, None]
