@@ -321,7 +321,7 @@ class Preconditioner:
         for state in states:
             self._settle(state)
             state.has_new_statistics = True
-        fold_all(states, self._decay, normalizer)
+        fold_all(states, self._decay, normalizer, 1 / self.coordinator.observers)
         self.clock.mark_factor()
         self.count("factor_updates")
 
