@@ -147,10 +147,13 @@ def build(case: Case, way: Way, **further: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def train(rank: int, model: nn.Module, optimizer: Any, case: Case, first: int = 0) -> None:
-    """The steps of a case on this rank's samples."""
+def train(
+    rank: int, model: nn.Module, optimizer: Any, case: Case, first: int = 0, observers: int = 1
+) -> None:
+    """The steps of a case on this rank's samples, which so many neighbours see as well."""
     kind = KINDS[case.model]
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    size = dist.get_world_size() // observers if dist.is_initialized() else 1
+    rank = rank // observers
     start, end = bounds(case.samples, size, case.uneven)[rank]
     divisor = case.samples / size if case.uneven else None
     for number in range(first, case.steps):

@@ -22,9 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
+from kronfac.layers.shards import place_like
 from tests.distributed.equivalence import Case, alone, assert_near, case, double_precision
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
@@ -36,6 +44,8 @@ TRAINED: dict[str, Any] = {"momentum": 0.5, "refresh_every": 3, "steps": 8}
 ONE = case("transformer", base="adamw", **TRAINED)
 #: Most layers of it are worked on by slices, and their momentum is saved as shards.
 SLICED = case("gated", base="adamw", max_dim=8, **TRAINED)
+#: Tensor parallelism divides one layer by its outputs, and the next by its inputs.
+DIVIDED = case("mlp", base="adamw", **TRAINED)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -43,19 +53,31 @@ class Training:
     """A run that can be saved and resumed; ``kind`` says who holds the parameters."""
 
     def __init__(self, kind: str, one: Case = ONE, **options: Any) -> None:
+        self.kind = kind
         self.one = one
         self.plain: Any = KINDS[one.model].model()
         self.model = self.plain
         if kind in ("FSDP2", "HSDP"):
             shard(self.plain, Way(replicas=2 if kind == "HSDP" else 1))
+        elif kind == "FSDP2 x TP":
+            self._parallelize()
         elif kind == "DDP":
             self.model = DistributedDataParallel(self.plain)
         base = BASES[one.base](self.plain)
         self.optimizer = kronfac.KFAC(self.model, base, **dict(one.options), **options)
 
+    def _parallelize(self) -> None:
+        """Pairs of ranks divide the first layers; the pairs divide the batch."""
+        pairs = dist.get_world_size() // 2
+        mesh = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("dp", "tp"))
+        plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.plain, mesh["tp"], plan)
+        fully_shard(self.plain, mesh=mesh["dp"])
+
     def train(self, first: int, last: int) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        train(rank, self.model, self.optimizer, replace(self.one, steps=last), first)
+        one = replace(self.one, steps=last)
+        train(rank, self.model, self.optimizer, one, first, 2 if self.kind == "FSDP2 x TP" else 1)
 
     # --- formats --------------------------------------------------------------------------------
 
@@ -86,8 +108,13 @@ class Training:
     def load(self, how: str, path: Path) -> None:
         if how == "file":
             state = torch.load(path, weights_only=True)
-            options = StateDictOptions(full_state_dict=True)
-            set_model_state_dict(self.model, state["model"], options=options)
+            if self.kind == "FSDP2 x TP":  # torch does not cut whole tensors for such meshes
+                with torch.no_grad():
+                    for name, parameter in self.plain.named_parameters():
+                        parameter.copy_(place_like(state["model"][name], parameter))
+            else:
+                options = StateDictOptions(full_state_dict=True)
+                set_model_state_dict(self.model, state["model"], options=options)
             self.optimizer.load_state_dict(state["optimizer"])
         elif how == "flat":
             weights = get_model_state_dict(self.model)
@@ -183,6 +210,23 @@ def test_slices_that_are_exchanged_from_then_on(tmp_path: Path, how: str) -> Non
 )
 def test_other_ranks(tmp_path: Path, how: str, first: Any, second: Any, one: Case) -> None:
     check(tmp_path, how, first, second, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["file", "dcp", "flat", "async"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((4, "FSDP2 x TP"), (4, "FSDP2 x TP")),
+        ((4, "FSDP2 x TP"), (3, "FSDP2")),
+        ((2, "FSDP2"), (4, "FSDP2 x TP")),
+        ((2, "FSDP2 x TP"), (1, "one process")),
+        ((2, "FSDP2 x TP"), (4, "FSDP2 x TP")),
+    ],
+    ids=str,
+)
+def test_tensor_parallelism(tmp_path: Path, how: str, first: Any, second: Any) -> None:
+    check(tmp_path, how, first, second, DIVIDED)
 
 
 def whole_state(rank: int, one: Case) -> Any:

@@ -16,27 +16,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import kronfac
+from kronfac.protocol.registry import optimizers
 from tests.distributed.equivalence import alone, assert_near, bounds, case, double_precision
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
-from tests.sharded.harness import Way, check, ignore_advice, shard, train, whole_parameters
+from tests.sharded.harness import (
+    Outcome,
+    Way,
+    check,
+    ignore_advice,
+    shard,
+    train,
+    whole_parameters,
+)
+from tests.sharded.test_traps import built_on_meta
 
 pytestmark = pytest.mark.slow
 
-METHODS = [
-    *("EKFAC", "TKFAC", "TEKFAC", "Eva", "MKOR", "SINGD", "AdaFisher", "CGFAC", "Shampoo"),
-    *(
-        "Jorge",
-        "EmpiricalNGD",
-        "HyLo",
-        "IEF",
-        "FNGD",
-        "DualGaussNewton",
-        "MLBFGS",
-        "TNGD",
-        "KLDWRM",
-    ),
-]
+METHODS = sorted(set(optimizers()) - {"KFAC"})
+SOLVERS = ["eigen", "cholesky"]
+SIZES = [2, 3, 4]
 MODELS = ["mlp", "cnn", "transformer", "shared", "positions", "across"]
 
 
@@ -48,10 +47,12 @@ def test_every_method(method: str) -> None:
     one = case("mlp", momentum=0.5, **options)
     check(2, (one, Way()), (case("transformer", **options), Way()))
     check(3, (one, Way("model")))
+    four = case("mlp", momentum=0.5, samples=24, **options)
+    check(4, (four, Way()), (four, Way(replicas=2)))
 
 
-@pytest.mark.parametrize("solver", ["eigen", "cholesky", "newton-schulz"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("solver", [*SOLVERS, "newton-schulz"])
+@pytest.mark.parametrize("size", SIZES)
 def test_every_layer_and_solver(solver: str, size: int) -> None:
     runs = []
     for model in MODELS:
@@ -61,16 +62,25 @@ def test_every_layer_and_solver(solver: str, size: int) -> None:
     check(size, *runs)
 
 
+def assert_same_bits(outcomes: list[Outcome], replicas: int) -> None:
+    per = len(outcomes) // replicas
+    for rank, outcome in enumerate(outcomes):
+        for name, one in outcome.shards.items():
+            assert torch.equal(one, outcomes[rank % per].shards[name]), (name, rank)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_replicas(replicas: int) -> None:
-    runs = [(case(model, steps=4, rescale="kl-clip"), Way("model", replicas)) for model in MODELS]
+def test_replicas(replicas: int, solver: str) -> None:
+    runs = [
+        (case(model, steps=4, rescale="kl-clip", solver=solver), Way("model", replicas))
+        for model in MODELS
+    ]
     for outcomes in check(4, *runs):
-        per = 4 // replicas
-        for rank, outcome in enumerate(outcomes):
-            for name, one in outcome.shards.items():
-                assert torch.equal(one, outcomes[rank % per].shards[name]), (name, rank)
+        assert_same_bits(outcomes, replicas)
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,12 +106,25 @@ def test_replicas(replicas: int) -> None:
     ],
     ids=str,
 )
-def test_every_option(options: dict[str, Any]) -> None:
-    options = {"steps": 4, **options}
+def test_every_option(options: dict[str, Any], solver: str) -> None:
+    samples = 24 * options.get("micro", 1)  # of one number in all micro-batches
+    options = {"steps": 4, "samples": samples, "solver": solver, **options}
     uneven = options.get("uneven", False)
     check(2, (case("mlp", base="sgd", **options), Way()), (case("mlp", **options), Way(dim=1)))
-    if options.get("rescale") not in ("unit", "orthogonal"):
-        check(3, (case("transformer", **options), Way("leaves", reshard=uneven)))
+    models = ["mlp"] if options.get("rescale") in ("unit", "orthogonal") else ["mlp", "transformer"]
+    check(3, *((case(one, **options), Way("leaves", reshard=uneven)) for one in models))
+    _, outcomes = check(4, *((case("mlp", **options), Way(replicas=n)) for n in (1, 2)))
+    assert_same_bits(outcomes, 2)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_order(size: int, solver: str) -> None:
+    one = case("mlp", steps=4, solver=solver)
+    check(size, *((one, Way(units, order="before")) for units in ("blocks", "model")))
+    for order in ("meta", "sharded", "filled"):
+        for found in run(size, built_on_meta, order, one):
+            assert_near(found, alone(one).parameters, order)
 
 
 # --- activation checkpointing, compiled blocks, frozen and unused layers, half precision ---------
@@ -170,20 +193,20 @@ def steps_of(model: nn.Module, optimizer: Any, start: int, end: int, how: str) -
         optimizer.step()
 
 
-def options_of() -> dict[str, Any]:
-    return dict(case("mlp", momentum=0.5, on_missing="ignore").options)
+def options_of(solver: str) -> dict[str, Any]:
+    return dict(case("mlp", momentum=0.5, on_missing="ignore", solver=solver).options)
 
 
 @functools.cache
-def expected(how: str) -> dict[str, Tensor]:
+def expected(how: str, solver: str) -> dict[str, Tensor]:
     with double_precision():
         model = prepared(how if how != "wrapped" else "")
-        optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of())
+        optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of(solver))
         steps_of(model, optimizer, 0, 12, how)
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trained(rank: int, how: str, size: int) -> dict[str, Tensor]:
+def trained(rank: int, how: str, size: int, solver: str) -> dict[str, Tensor]:
     ignore_advice()
     with double_precision():
         model = prepared(how)
@@ -198,7 +221,7 @@ def trained(rank: int, how: str, size: int) -> dict[str, Tensor]:
         if how == "compiled after":
             for block in units:
                 block.compile(backend="aot_eager", fullgraph=True)
-        optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of())
+        optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of(solver))
         start, end = bounds(12, size)[rank]
         steps_of(model, optimizer, start, end, how)
         found = whole_parameters(model)
@@ -211,18 +234,27 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", WAYS)
-def test_ways_of_training(how: str, size: int) -> None:
-    for found in run(size, trained, how, size):
-        assert_near(found, expected(how), how)
+def test_ways_of_training(how: str, size: int, solver: str) -> None:
+    for found in run(size, trained, how, size, solver):
+        assert_near(found, expected(how, solver), how)
 
 
-def in_bfloat16(rank: int) -> tuple[set[torch.dtype], list[float], bool]:
+POLICIES: dict[str, dict[str, Any]] = {
+    "parameters": {"param_dtype": torch.bfloat16},
+    "sums in single": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "sums in half": {"reduce_dtype": torch.bfloat16},
+    "outputs": {"param_dtype": torch.bfloat16, "output_dtype": torch.float32},
+    "half": {"param_dtype": torch.float16, "reduce_dtype": torch.float32},
+}
+
+
+def in_half_precision(rank: int, policy: str) -> tuple[set[torch.dtype], list[float], bool]:
     torch.manual_seed(0)
     model = Stack()
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    shard(model, Way("model"), mp_policy=policy)
+    shard(model, Way("model"), mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
     optimizer = kronfac.KFAC(
         model, torch.optim.SGD(model.parameters(), lr=0.05), factor_every=2, refresh_every=2
     )
@@ -238,8 +270,9 @@ def in_bfloat16(rank: int) -> tuple[set[torch.dtype], list[float], bool]:
     return dtypes, losses, all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_policy_of_half_precision_keeps_factors_and_gradients_in_single() -> None:
-    for dtypes, losses, single in run(2, in_bfloat16):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_of_half_precision_keeps_factors_and_gradients_in_single(policy: str) -> None:
+    for dtypes, losses, single in run(2, in_half_precision, policy):
         assert dtypes == {torch.float32}
         assert losses[-1] < losses[0] / 2
         assert single

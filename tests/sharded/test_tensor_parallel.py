@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import kronfac
 from tests.distributed.equivalence import assert_near, case, double_precision
@@ -30,22 +31,29 @@ WORDS, WIDTH, TOKENS = 8, 4, 4
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, repeats: str = "") -> None:
         super().__init__()
+        self.repeats = repeats
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.repeats:
+            found: Tensor = checkpoint(self.inner, x, use_reentrant=self.repeats == "reentrant")
+            return found
+        return self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Decoder(nn.Module):
-    def __init__(self, positions: bool = False) -> None:
+    def __init__(self, positions: bool = False, repeats: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(TOKENS, WIDTH) if positions else None
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(repeats), Block(repeats)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -88,6 +96,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "token": {"loss_average": "token"},
     "exact": {"fisher": "exact"},
     "positions": {},
+    "rows": {"rows": 4096},
+    "late": {"distribute": kronfac.Distribute(overlap=False)},
 }
 
 
@@ -95,16 +105,23 @@ def options_of(name: str) -> dict[str, Any]:
     return dict(case("mlp", **OPTIONS[name]).options)
 
 
-def steps(model: nn.Module, optimizer: Any, part: slice) -> None:
+def samples_of(name: str) -> int:
+    """So many that some rows are left out, if that is what is tested."""
+    return 2400 if name == "rows" else 12
+
+
+def steps(model: nn.Module, optimizer: Any, part: slice, micro: int = 1, samples: int = 12) -> None:
     for number in range(4):
         generator = torch.Generator().manual_seed(number)
-        x = torch.randint(WORDS, (12, TOKENS), generator=generator)
-        y = torch.randint(WORDS, (12, TOKENS), generator=generator)
+        x = torch.randint(WORDS, (samples, TOKENS), generator=generator)
+        y = torch.randint(WORDS, (samples, TOKENS), generator=generator)
         optimizer.zero_grad()
-        scores = model(x[part])
-        if optimizer.needs_observe:
-            optimizer.observe(scores)
-        F.cross_entropy(scores.flatten(0, -2), y[part].flatten()).backward()
+        for inputs, labels in zip(x[part].chunk(micro), y[part].chunk(micro), strict=True):
+            scores = model(inputs)
+            if optimizer.needs_observe:
+                optimizer.observe(scores)
+            loss = F.cross_entropy(scores.flatten(0, -2), labels.flatten())
+            (loss / micro).backward()
         optimizer.step()
 
 
@@ -113,32 +130,53 @@ def expected(name: str) -> dict[str, Tensor]:
     with double_precision():
         model = Decoder(name == "positions")
         optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of(name))
-        steps(model, optimizer, slice(0, 12))
+        samples = samples_of(name)
+        steps(model, optimizer, slice(0, samples), samples=samples)
         return {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
-def trained(rank: int, how: str, name: str, shape: tuple[int, int]) -> dict[str, Tensor]:
+def trained(
+    rank: int, how: str, name: str, shape: tuple[int, int], way: str = ""
+) -> dict[str, Tensor]:
     ignore_advice()
     with double_precision():
         data, tensor = shape
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-        model = Decoder(name == "positions")
+        model = Decoder(name == "positions", way if "reentrant" in way else "")
         parallelize(model, mesh["tp"], how)
+        for block in model.blocks if way == "compiled" else []:
+            block.compile(backend="aot_eager", fullgraph=True)
         if data > 1:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
         optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options_of(name))
-        assert {state.name for state in optimizer.layers} >= {"embedding", "blocks.0.up", "head"}
-        size = 12 // data
+        # Every kind of layer is preconditioned, norms and embeddings too.
+        kinds = (nn.Linear, nn.LayerNorm, nn.Embedding)
+        named = {name for name, one in model.named_modules() if isinstance(one, kinds)}
+        assert {state.name for state in optimizer.layers} == named
+        samples = samples_of(name)
+        size = samples // data
         start = rank // tensor * size
-        steps(model, optimizer, slice(start, start + size))
+        micro = 3 if way == "micro" else 1
+        steps(model, optimizer, slice(start, start + size), micro, samples)
         return whole_parameters(model)
 
 
 def test_linear_layers_and_embeddings() -> None:
     for found in run(2, trained, "all", "graft", (1, 2)):
         assert_near(found, expected("graft"), "tensor parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["graft", "cholesky"])
+@pytest.mark.parametrize("way", ["compiled", "reentrant", "non-reentrant", "micro"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 3)], ids=str)
+def test_ways_of_training(way: str, name: str, shape: tuple[int, int]) -> None:
+    # Between embeddings under tensor parallelism and blocks that are compiled torch itself fails.
+    how = "linear" if way == "compiled" else "all"
+    for found in run(shape[0] * shape[1], trained, how, name, shape, way):
+        assert_near(found, expected(name), f"{way}, {name}, {shape}")
 
 
 @pytest.mark.slow

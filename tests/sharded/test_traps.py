@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import kronfac
 from kronfac.layers import LinearLayer
 from kronfac.layers.shards import local
-from tests.distributed.equivalence import alone, assert_near, case, double_precision
+from tests.distributed.equivalence import Case, alone, assert_near, case, double_precision
 from tests.distributed.models import BASES, KINDS
 from tests.distributed.ranks import run
 from tests.sharded.harness import (
@@ -37,7 +37,8 @@ TRANSFORMER = case("transformer", steps=4)
 
 
 def kfac(model: nn.Module, **options: Any) -> Any:
-    return kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1, **options)
+    options = {"damping": 0.1, **options}
+    return kronfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -176,11 +177,11 @@ class Halves(nn.Module):
         return self.layer(x)[:, :2]
 
 
-def decides_alone(rank: int, kind: str) -> tuple[bool, Tensor]:
+def decides_alone(rank: int, kind: str, **options: Any) -> tuple[bool, Tensor]:
     ignore_advice()
     torch.manual_seed(0)
     model = shard(Halves(), Way())
-    optimizer = kfac(model, on_missing="ignore")
+    optimizer = kfac(model, on_missing="ignore", **options)
     if kind != "first":
         backward(model, torch.randn(3, 4))
         optimizer.step()
@@ -204,6 +205,31 @@ def test_trap_2_no_rank_decides_on_its_own_shard(kind: str) -> None:
     assert (zero, other_zero) == (False, True)
     assert torch.equal(one, other) or kind == "nan"
     assert one.isnan().any() == (kind == "nan")
+
+
+def with_options(rank: int, kind: str, options: dict[str, Any]) -> tuple[bool, Tensor]:
+    return decides_alone(rank, kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["first", "unobserved", "nan"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rescale": "graft", "max_grad_norm": 0.1},
+        {"rescale": "kl-clip", "momentum": 0.9},
+        {"rescale": "auto", "momentum": 0.9},
+        {"refresh_every": kronfac.StaleInterval(1)},
+        {"solver": "cholesky", "damping": kronfac.Relative(0.1)},
+    ],
+    ids=str,
+)
+def test_trap_2_whatever_sets_the_length_of_steps(options: dict[str, Any], kind: str) -> None:
+    """Of three ranks one has a gradient, which may not be finite, one zeros and one nothing."""
+    found = run(3, with_options, kind, options)
+    assert [zero for zero, _ in found] == [False, True, True]
+    for _, weight in found:
+        assert torch.equal(weight.nan_to_num(), found[0][1].nan_to_num())
+        assert weight.isnan().any() == (kind == "nan")
 
 
 def looks_at_weights(rank: int) -> Any:
@@ -376,12 +402,12 @@ def test_the_optimizer_may_be_built_before_sharding() -> None:
     check(2, (MLP, Way(order="before")), (TRANSFORMER, Way("model", order="before")))
 
 
-def built_on_meta(rank: int, order: str) -> Any:
+def built_on_meta(rank: int, order: str, one: Case = MLP) -> Any:
     with double_precision():
         source = KINDS["mlp"].model().state_dict()
         with torch.device("meta"):
             model = KINDS["mlp"].make()
-        options = dict(MLP.options)
+        options = dict(one.options)
 
         def make() -> Any:
             base = BASES["momentum"](model)
@@ -395,7 +421,7 @@ def built_on_meta(rank: int, order: str) -> Any:
             for name, parameter in model.named_parameters():
                 mesh, placements = parameter.device_mesh, parameter.placements
                 parameter.copy_(distribute_tensor(source[name], mesh, placements))
-        train(rank, model, optimizer or make(), MLP)
+        train(rank, model, optimizer or make(), one)
         return whole_parameters(model)
 
 

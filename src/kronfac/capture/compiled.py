@@ -15,6 +15,7 @@ graphs: with these operators and without.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import weakref
@@ -27,6 +28,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from kronfac.capture.hooks import first_tensor
+from kronfac.layers.shards import is_dtensor
 
 if TYPE_CHECKING:
     from kronfac.capture.capture import Capture
@@ -194,6 +196,30 @@ def _watch_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 _watch.register_autograd(_watch_backward, setup_context=_keep_watch)
 
 
+@functools.cache
+def allow_dtensors() -> None:
+    """Show operators all of the inputs and gradients that tensor parallelism divides.
+
+    Products stay as they are. Whatever has to be gathered for that becomes a part of the graph.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def watch(product: Any, inputs: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+        kinds = dict.fromkeys([*product.placements, *map(Shard, range(product.ndim)), Replicate()])
+        given = [Replicate() for _ in inputs]
+        # The others are whether inputs are kept, two tickets, and two numbers.
+        others = [None, Replicate(), Replicate(), None, None]
+        return [([kind, Replicate()], [kind, *given, *others]) for kind in kinds]
+
+    def observe_output(grad: Any, kept: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+        given = [Replicate() for _ in (grad, *kept)]
+        return [([Replicate()], [*given, Replicate(), None])]
+
+    register_sharding(torch.ops.kronfac.watch.default)(watch)
+    register_sharding(torch.ops.kronfac.observe_output.default)(observe_output)
+
+
 # --- what the compiler traces -------------------------------------------------------------------
 
 
@@ -279,6 +305,8 @@ class TracedCall:
 
     def add(self, part: str, number: int, layer: Layer) -> None:
         """Watch on behalf of one more layer."""
+        if is_dtensor(layer.weight):
+            allow_dtensors()
         self.layers[part] = _ticket(number)
         if layer.keeps_inputs:
             self.keeps[part] = layer.keep

@@ -64,7 +64,7 @@ class Distributed(Coordinator):
         self.settings = settings
         self.phases = phases
         self.layout = Layout(world, settings, sharding)
-        self.rounds = Rounds(self.layout, phases)
+        self.rounds = Rounds(self.layout, phases, self.observers)
         self.spreading = (ShardExchange if sharding else Spreading)(self.layout, phases)
         self.ownership = Ownership(self.layout, phases, reduces_gradients)
         self._warned = False
@@ -135,12 +135,13 @@ class Distributed(Coordinator):
 
     def first_sample(self, total: int) -> int:
         """The number of this rank's first sample; without better knowledge all have equally many."""
-        world = self.world
         if self.layout.is_local:
             return 0
-        return (
-            sum(self._samples[: world.rank]) if self._samples else total * world.rank // world.size
-        )
+        step = self.observers  # neighbours, who have the same samples
+        first = self.world.rank // step * step
+        if self._samples:
+            return sum(self._samples[:first:step])
+        return total * first // self.world.size
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each of a few numbers over ranks."""

@@ -44,10 +44,13 @@ class Agreement:
     parted: list[InputGroup]
 
 
-def land(stream: Stream, moment: Moment, normalizer: Normalizer) -> dict[str, int]:
+def land(
+    stream: Stream, moment: Moment, normalizer: Normalizer, observers: int = 1
+) -> dict[str, int]:
     """Let everything arrive that has left, send the rest, and leave it with its keepers.
 
-    Returns the ranks that these are, by statistic.
+    As many ranks as there are ``observers`` have sent the same, which counts once. Returns the ranks of
+    keepers, by statistic.
     """
     plan = stream.begin(moment)
     stream.notice_cleared()
@@ -63,7 +66,7 @@ def land(stream: Stream, moment: Moment, normalizer: Normalizer) -> dict[str, in
     for number in sorted(wanted):
         stream.send(plan, plan.messages[number], stream.take)
     stream.land_all()
-    _leave_with_keepers(stream, plan, normalizer, found)
+    _leave_with_keepers(stream, plan, normalizer, found, observers)
     if wanted or stream.learned.order is None:
         _learn(stream, plan)
     if found.ratio is not None or found.drops:
@@ -160,7 +163,7 @@ def _part(stream: Stream, plan: StreamPlan, groups: Sequence[InputGroup]) -> set
 
 
 def _leave_with_keepers(
-    stream: Stream, plan: StreamPlan, normalizer: Normalizer, found: Agreement
+    stream: Stream, plan: StreamPlan, normalizer: Normalizer, found: Agreement, observers: int
 ) -> None:
     """Give keepers the sums and counts of all ranks, as if they had observed them."""
     world, counts = stream.layout.world, []
@@ -171,13 +174,15 @@ def _leave_with_keepers(
         counts.append(here.reshape(1))
     if not counts:
         return
-    total = world.total(torch.cat(counts))
+    total = world.total(torch.cat(counts)) / observers
     for index, (key, slot) in enumerate(plan.slots.items()):
         value = stream.arrived.pop(key, None)
         if value is None or slot.is_lent:
             continue
         if slot.source == "output" and found.ratio not in (None, 1.0):
             value.mul_(found.ratio ** slot.state.block.statistics[slot.name].degree)
+        if observers > 1:
+            value.div_(observers)
         slot.state.pending.landed[slot.name] = (value, total[index].to(value.device))
 
 

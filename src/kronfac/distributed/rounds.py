@@ -25,10 +25,12 @@ from kronfac.statistics.normalizer import Normalizer
 class Rounds:
     """The round of statistics that is under way, and what is kept from one to the next."""
 
-    def __init__(self, layout: Layout, phases: Phases) -> None:
+    def __init__(self, layout: Layout, phases: Phases, observers: int = 1) -> None:
         world, settings = layout.world, layout.settings
         self.layout = layout
         self.phases = phases
+        #: How many ranks observe the same samples.
+        self.observers = observers
         self.plan = Plan()
         #: The way of statistics. They leave early where a rank has observed them, and at the step where
         #: it has not: because a layer is not used there, or because the rank has run out of batches.
@@ -119,7 +121,7 @@ class Rounds:
             self.stream.off = False
             return
         started = time.perf_counter()
-        self._whole = land(self.stream, self._moment(), normalizer())
+        self._whole = land(self.stream, self._moment(), normalizer(), self.observers)
         self.waited += time.perf_counter() - started
 
     def is_whole(self, state: LayerState, name: str, rank: int) -> bool:

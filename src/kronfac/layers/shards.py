@@ -45,21 +45,23 @@ def is_whole(tensor: Tensor) -> bool:
     return all(one.is_replicate() or mesh.size(axis) == 1 for axis, one in enumerate(placements))
 
 
-def root_mesh(tensor: Tensor) -> Any:
-    """The mesh of all ranks that the mesh of a ``DTensor`` is a slice of, or that mesh itself."""
+def mesh_copies(tensor: Tensor) -> Tensor:
+    """Global ranks by copy of a ``DTensor``'s mesh, and by place in it: other ranks may have copies.
+
+    A mesh may be all ranks, or some dimensions of those, sliced, flattened or unflattened.
+    """
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    return mesh._get_root_mesh()
+    found: Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return found
 
 
-def axes_of(tensor: Tensor) -> list[int] | None:
-    """The axes of the root mesh that a ``DTensor`` is placed on; ``None`` if they are others."""
-    mesh, root = tensor.device_mesh, root_mesh(tensor)  # type: ignore[attr-defined]
-    if mesh is root or mesh == root:
-        return list(range(root.ndim))
-    names = root.mesh_dim_names or ()
-    if any(name not in names for name in mesh.mesh_dim_names or [""]):
-        return None
-    return [names.index(name) for name in mesh.mesh_dim_names]
+def part_of(tensor: Tensor, rank: int) -> tuple[int, ...]:
+    """Which part of a tensor a global rank holds, as its place among those who hold others."""
+    if not is_dtensor(tensor):
+        return ()
+    ((_, *place),) = (mesh_copies(tensor) == rank).nonzero().tolist()
+    placements = tensor.placements  # type: ignore[attr-defined]
+    return tuple(0 if how.is_replicate() else at for at, how in zip(place, placements, strict=True))
 
 
 def box_of(tensor: Tensor, rank: int) -> Box:
@@ -67,15 +69,14 @@ def box_of(tensor: Tensor, rank: int) -> Box:
     box = [slice(0, size) for size in tensor.shape]
     if not is_dtensor(tensor):
         return tuple(box)
-    root, placements, axes = root_mesh(tensor), tensor.placements, axes_of(tensor)  # type: ignore[attr-defined]
-    assert axes is not None
-    (place,) = (root.mesh == rank).nonzero().tolist()
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    part = part_of(tensor, rank)
     # FSDP2 shards what tensor parallelism has left, although its dimension of the mesh comes first.
-    order = sorted(range(len(axes)), key=lambda index: _is_strided(placements[index]))
+    order = sorted(range(len(part)), key=lambda index: _is_strided(placements[index]))
     for index in order:
         if not placements[index].is_replicate():
-            dim, axis = placements[index].dim, axes[index]
-            box[dim] = _chunk(box[dim], place[axis], root.size(axis))
+            dim = placements[index].dim
+            box[dim] = _chunk(box[dim], part[index], mesh.size(index))
     return tuple(box)
 
 
@@ -109,8 +110,7 @@ def obstacle(name: str, tensor: Tensor) -> str | None:
     if not is_dtensor(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]
-    known = all(one.is_replicate() or _is_chunked(one) for one in placements)
-    if known and axes_of(tensor) is not None:
+    if all(one.is_replicate() or _is_chunked(one) for one in placements):
         box = box_of(tensor, torch.distributed.get_rank())
         if tuple(one.stop - one.start for one in box) == tuple(local(tensor).shape):
             return None

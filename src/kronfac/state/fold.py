@@ -23,8 +23,11 @@ def fold(
     decay: float,
     normalizer: Normalizer | None,
     preview: bool = False,
+    share: float = 1.0,
 ) -> Tensor | None:
     """Decay a statistic's sum and count, add what is pending, and return the sum.
+
+    ``share`` is one over the number of ranks that have observed the same, and add up what they have.
 
     ``preview`` changes neither: the result is what the sum will be if nothing more is observed, which is
     how statistics can leave before the step. It shares memory with what is pending if there was no sum.
@@ -36,13 +39,18 @@ def fold(
         running = running.faded(decay)
     else:
         running.decay(decay)
-    found = state.pending.contribution(name, normalizer, in_place=not preview)
+    pending = state.pending
+    is_settled = name in pending.landed or name in pending.shared_sums
+    found = pending.contribution(name, normalizer, in_place=not preview)
     if found is not None:
-        running.add(*found)
+        own = share if running.statistic.combine == "sum" and not is_settled else 1.0
+        running.add(*(found if own == 1.0 else (one * own for one in found)))
     return running.sum
 
 
-def fold_all(states: Sequence[LayerState], decay: float, normalizer: Normalizer) -> None:
+def fold_all(
+    states: Sequence[LayerState], decay: float, normalizer: Normalizer, share: float = 1.0
+) -> None:
     """The same for all statistics of some layers, in a few operations for most of them."""
     screen_all(state.pending for state in states)
     alike: dict[Hashable, list[Named]] = {}
@@ -52,14 +60,14 @@ def fold_all(states: Sequence[LayerState], decay: float, normalizer: Normalizer)
             if lender is not state and lender.running[name] is state.running[name]:
                 continue  # it is folded there
             if not _is_simple(state, name):
-                fold(state, name, decay, normalizer)
+                fold(state, name, decay, normalizer, share=share)
                 continue
             running, total = state.running[name], state.pending.sums[name]
             begun = running.sum is not None and running.count is not None
             kind = total.device, total.dtype, running.statistic.decay, begun
             alike.setdefault(kind, []).append((state, name))
     for chosen in alike.values():
-        _fold_alike(chosen, decay, normalizer)
+        _fold_alike(chosen, decay, normalizer, share)
 
 
 def _is_simple(state: LayerState, name: str) -> bool:
@@ -71,7 +79,9 @@ def _is_simple(state: LayerState, name: str) -> bool:
     return pending.rows is not None if one.source == "input" else bool(pending.finite)
 
 
-def _fold_alike(chosen: Sequence[Named], decay: float, normalizer: Normalizer) -> None:
+def _fold_alike(
+    chosen: Sequence[Named], decay: float, normalizer: Normalizer, share: float
+) -> None:
     ordered, counts = [], []
     by_degree: dict[int, list[Named]] = {}
     for state, name in chosen:
@@ -87,6 +97,8 @@ def _fold_alike(chosen: Sequence[Named], decay: float, normalizer: Normalizer) -
         counts += _scale(outputs, normalizer, degree)
     running = [state.running[name] for state, name in ordered]
     totals = [state.pending.sums[name] for state, name in ordered]
+    if share != 1.0:
+        totals, counts = [one * share for one in totals], [one * share for one in counts]
     own = running[0].statistic.decay
     _add_all(running, totals, counts, decay if own is None else own)
 

@@ -320,7 +320,7 @@ class Preconditioner:
         normalizer = known()
         self.coordinator.settle_broadcast(states, normalizer)
         settle(states, self.coordinator, self.clock.step)
-        fold_all(states, self._decay, normalizer)
+        fold_all(states, self._decay, normalizer, 1 / self.coordinator.observers)
         self.clock.mark_factor()
         self.count("factor_updates")
 

@@ -46,7 +46,8 @@ class SampledRows:
             return
         seen = [[*_seen(state), float(state in missing)] for state in states]
         numbers = torch.tensor(seen, dtype=torch.float64, device="cpu")
-        found = coordinator.total(numbers.flatten()).reshape(-1, 4).tolist()
+        total = coordinator.total(numbers.flatten()) / coordinator.observers
+        found = total.reshape(-1, 4).tolist()
         if not any(rows for rows, *_ in found):
             return  # nothing was observed at all
         self._agreed = True

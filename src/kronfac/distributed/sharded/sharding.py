@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.layers.shards import axes_of, box_of, data_ranks, is_dtensor, is_whole, root_mesh
+from kronfac.layers.shards import box_of, data_ranks, is_dtensor, is_whole, mesh_copies, part_of
+from kronfac.placement.grid import divisors
 from kronfac.placement.scheme import Distribute
 
 
@@ -38,34 +39,65 @@ def sharding_of(
     settings: Distribute,
 ) -> Sharding | None:
     """How a model's parameters, given with names, are sharded; ``None`` if all of them are whole."""
-    sharded = {p: name for p, name in parameters.items() if is_dtensor(p) and not is_whole(p)}
-    for parameter, name in sharded.items():
-        ranks = root_mesh(parameter).mesh.flatten().tolist()
-        if ranks != list(world.global_ranks):
-            raise ValueError(
-                f"parameter {name!r} is sharded over a mesh of ranks {_some(ranks)}, but the optimizer "
-                f"has ranks {_some(world.global_ranks)}: give it those of the mesh, in this order, by "
-                "process_group=... (of each pipeline stage its own)."
-            )
+    placed = {p: name for p, name in parameters.items() if is_dtensor(p)}
+    sharded = {p: name for p, name in placed.items() if not is_whole(p)}
     if not sharded:
         return None
+    ranks, data = world.global_ranks, data_ranks(model)
+    for parameter in _unlike(sharded):
+        _check_ranks(ranks, _reached(ranks, [parameter]), sharded[parameter])
+    if data is not None:  # copies of a mesh that no other mesh connects are other stages of a model
+        own = _reached([ranks[world.rank]], _unlike(placed))
+        _check_ranks(ranks, own, next(iter(sharded.values())))
     if settings.scheme not in ("auto", "mem-opt"):
         raise ValueError(
             f"distribute={str(settings.scheme)!r} is for whole parameters; those of this model are "
             "sharded, which decides who works on what: leave distribute='auto'."
         )
-    root, axes = root_mesh(next(iter(sharded))), set().union(*map(_sharded_axes, sharded))
-    replicas = math.prod(root.size(axis) for axis in range(min(axes)))
-    data = data_ranks(model) or root.size() // math.prod(root.size(axis) for axis in axes)
-    return Sharding(replicas, world.size // data)
+    parts = [[part_of(p, rank) for rank in ranks] for p in _unlike(sharded)]
+    apart = len(set(zip(*parts, strict=True)))  # so many ranks hold the whole model together
+    return Sharding(_replicas(parts), world.size // (data or world.size // apart))
 
 
-def _sharded_axes(parameter: nn.Parameter) -> set[int]:
-    """The axes of the root mesh over which a parameter is sharded."""
-    placed = zip(axes_of(parameter) or [], parameter.placements, strict=True)  # type: ignore[attr-defined]
-    return {axis for axis, placement in placed if not placement.is_replicate()}
+def _unlike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """One of each kind of parameters that are placed alike."""
+    kinds: dict[Hashable, nn.Parameter] = {}
+    for p in parameters:
+        kinds.setdefault((p.device_mesh, tuple(p.placements)), p)  # type: ignore[attr-defined]
+    return list(kinds.values())
 
 
-def _some(ranks: list[int]) -> str:
+def _reached(some: Iterable[int], parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The ranks that hold parameters together with some ranks, or with others that do."""
+    meshes = {tuple(copy) for p in parameters for copy in mesh_copies(p).flatten(1).tolist()}
+    found, before = set(some) & {rank for mesh in meshes for rank in mesh}, set[int]()
+    while found != before:
+        before = set(found)
+        found = found.union(*(mesh for mesh in meshes if not found.isdisjoint(mesh)))
+    return sorted(found)
+
+
+def _check_ranks(ranks: Sequence[int], found: Sequence[int], name: str) -> None:
+    """Raise unless the optimizer's ranks are those that hold its parameters."""
+    if set(found) != set(ranks):
+        raise ValueError(
+            f"parameter {name!r} is sharded over a mesh of ranks {_some(found)}, but the "
+            f"optimizer has ranks {_some(ranks)}: give it those of the mesh by process_group=... (of "
+            "each pipeline stage its own)."
+        )
+
+
+def _replicas(parts: Sequence[Sequence[Hashable]]) -> int:
+    """How many stretches of ranks hold everything, given the parts of parameters that each rank holds."""
+    size = len(parts[0])
+    for count in reversed(divisors(size)):
+        step = size // count
+        rows = [[Counter(own[at : at + step]) for at in range(0, size, step)] for own in parts]
+        if all(row == own[0] for own in rows for row in own):
+            return count
+    return 1
+
+
+def _some(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown}, ..." if len(ranks) > 8 else shown
