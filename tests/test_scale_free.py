@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import kronfac
 from kronfac.step.lengths import FREE, lengths, remember
@@ -213,6 +214,36 @@ def test_transposed_weights_on_shards_are_not_taken_for_such() -> None:
     for own in run(2, transposed):
         found |= own
     assert found == {"0": False, "2": False}
+
+
+def by_inputs(rank: int) -> dict[str, bool]:
+    """No rank has a whole row: of a weight that is cut along inputs, and of one stored by inputs."""
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 12, 3, bias=False),
+        nn.BatchNorm2d(12),
+        nn.Flatten(),
+        Conv1D(10, 12 * 16),
+        nn.BatchNorm1d(10),
+        nn.Linear(10, 1),
+    )
+    fully_shard(model[0], shard_placement_fn=lambda parameter: Shard(1))
+    fully_shard(model)
+    optimizer = kfac(model)
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(rank)
+    model(torch.randn(32, 4, 6, 6, generator=generator)).sigmoid().mean().backward()
+    optimizer.step()
+    return marks(optimizer)
+
+
+def test_shards_that_are_not_rows_are_looked_at_together() -> None:
+    found: dict[str, bool] = {}
+    for own in run(2, by_inputs):
+        found |= own
+    assert found == {"0": True, "3": True, "5": False}
 
 
 def test_it_is_kept_beside_the_weight() -> None:

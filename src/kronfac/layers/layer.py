@@ -187,6 +187,10 @@ class Layer(ABC):
     def _weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight as a matrix, ``(*b, d_out, d_in)`` without the bias."""
 
+    def as_matrix(self, tensor: Tensor) -> Tensor:
+        """The layer's part of a tensor that is shaped as its weight, as a matrix without the bias."""
+        return self._to_matrix(tensor)
+
     @abstractmethod
     def _to_matrix(self, grad: Tensor) -> Tensor:
         """View the weight's gradient as a matrix."""

@@ -45,6 +45,12 @@ def is_whole(tensor: Tensor) -> bool:
     return all(one.is_replicate() or mesh.size(axis) == 1 for axis, one in enumerate(placements))
 
 
+def is_cut_along(tensor: Tensor, dim: int) -> bool:
+    """Whether parts of a tensor are ranges of one dimension, whole in all others."""
+    placements = tensor.placements if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
+    return all(one.is_replicate() or one.dim == dim for one in placements)
+
+
 def mesh_copies(tensor: Tensor) -> Tensor:
     """Global ranks by copy of a ``DTensor``'s mesh, and by place in it: other ranks may have copies.
 

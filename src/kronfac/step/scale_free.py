@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kronfac.distributed.coordinator import Coordinator
 from kronfac.layers.conv import ConvLayer
+from kronfac.layers.layer import Layer
 from kronfac.layers.parameter_view import ShardedView
-from kronfac.layers.shards import local
+from kronfac.layers.shards import box_of, is_cut_along, local
 from kronfac.state.layer_state import LayerState
 
 #: Below which it counts as zero.
@@ -35,8 +36,12 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
     sharded = [state for state in due if isinstance(state.view, ShardedView)]
     found = {s: _sums(s) for s in due if s.is_worker and not isinstance(s.view, ShardedView)}
     if sharded:
-        parts = torch.stack([_part_sums(state, coordinator) for state in sharded])
-        found |= zip(sharded, coordinator.total(parts).unbind(), strict=True)
+        parts = [_part_sums(state, coordinator) for state in sharded]
+        device = parts[0].device
+        totals = coordinator.total(torch.cat([part.to(device).reshape(-1) for part in parts]))
+        own = totals.split([part.numel() for part in parts])
+        for state, part, total in zip(sharded, parts, own, strict=True):
+            found[state] = total if part.dim() == 1 else _of_rows(*total.view(3, -1))
     for state, sums in found.items():
         if state.is_worker:
             device, dtype = state.layer.weight.device, state.layer.factor_dtype
@@ -57,18 +62,40 @@ def _sums(state: LayerState) -> Tensor:
 
 
 def _part_sums(state: LayerState, coordinator: Coordinator) -> Tensor:
-    """The part of this rank in the same sums, if it holds whole rows of the matrix, else nothing."""
-    layer, weight = state.layer, state.layer.weight
+    """The part of this rank in the same sums, if ranks hold whole rows of the matrix.
+
+    If not, its part in what they are made of: ``[3, d_out]`` with ``⟨w_i, g_i⟩``, ``‖w_i‖²``, ``‖g_i‖²``.
+    """
+    weight = state.layer.weight
     assert weight.grad is not None
-    here, dtype = local(weight.detach()), layer.factor_dtype
+    pair = local(weight.detach()), local(weight.grad)
+    here, grad = (one.to(state.layer.factor_dtype) for one in pair)
+    if _has_whole_rows(state.layer):
+        found = _row_sums(here.flatten(1), grad.flatten(1))
+    else:
+        products = here * grad, here.square(), grad.square()
+        found = torch.stack([_by_row(state.layer, one) for one in products])
+    return found * coordinator.part_weight(weight)
+
+
+def _has_whole_rows(layer: Layer) -> bool:
+    """Whether a part of the weight consists of rows of the matrix, on all ranks alike."""
     by_output = isinstance(layer, ConvLayer) or layer.matrix_dim(0) == -2
-    if layer.part or not by_output or here.shape[1:] != weight.shape[1:]:
-        return here.new_zeros(3, dtype=dtype)
-    rows, grads = here.flatten(1).to(dtype), local(weight.grad).flatten(1).to(dtype)
-    return _row_sums(rows, grads) * coordinator.part_weight(weight)
+    return by_output and not layer.part and is_cut_along(layer.weight, 0)
+
+
+def _by_row(layer: Layer, part: Tensor) -> Tensor:
+    """Sums of a part of a tensor shaped like the weight over the rows of its matrix."""
+    whole = part.new_zeros(layer.weight.shape)
+    whole[box_of(layer.weight, torch.distributed.get_rank())] = part
+    return layer.as_matrix(whole).sum(-1).reshape(-1)
 
 
 def _row_sums(weight: Tensor, gradient: Tensor) -> Tensor:
     products = (weight * gradient).sum(-1)
-    bounds = weight.square().sum(-1) * gradient.square().sum(-1)
+    return _of_rows(products, weight.square().sum(-1), gradient.square().sum(-1))
+
+
+def _of_rows(products: Tensor, weights: Tensor, gradients: Tensor) -> Tensor:
+    bounds = weights * gradients
     return torch.stack([products.square().sum(), bounds.sum(), bounds.square().sum()])
