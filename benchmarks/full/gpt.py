@@ -5,10 +5,11 @@
 Text: the first 20 MB of the .py files of the running Python's standard library (bytes; every tenth
 stretch of 64 windows is for testing). Width 256, 4 blocks, windows of 128, batch 32 (4,096 tokens a
 step), bf16 autocast for both, a warm-up of 5 % and a linear decay to zero, no weight decay. `search`
-tries three settings of each at a quarter of the length, and the full runs take the best of them; Muon's
-AdamW has a rate of its own. K-FAC gets schedules of three quarters and of half the length: how many
-tokens does it need for the loss that Muon reaches with all of them (goal: 25 % fewer)? About 20 minutes
-in all. Lines in `results/full/gpt.jsonl`; a run that was stopped resumes from its last evaluation.
+tries three settings of K-FAC and four of Muon at a quarter of the length, and the full runs take the
+best of them; Muon's AdamW has a rate of its own. K-FAC also gets schedules of three quarters and of
+half the length: how many tokens does it need for the loss that Muon reaches with all of them (goal:
+25 % fewer)? About 25 minutes in all. Lines in `results/full/gpt.jsonl`; a run that was stopped resumes
+from its last evaluation.
 """
 
 import sys
@@ -31,7 +32,7 @@ QUARTER = STEPS // 4
 SEARCH = {
     "Muon": [
         Run("Muon", rate, QUARTER, other=other)
-        for rate, other in ((0.02, 2e-3), (0.05, 2e-3), (0.02, 8e-3))
+        for rate, other in ((0.02, 2e-3), (0.05, 2e-3), (0.1, 2e-3), (0.02, 8e-3))
     ],
     "K-FAC": [Run("K-FAC", rate, QUARTER) for rate in (0.05, 0.1, 0.2)],
 }
@@ -100,9 +101,9 @@ def main(*names: str) -> None:
             cost("gpt", one_step, [best("Muon", STEPS), best("K-FAC", STEPS)])
             continue
         if name == "search":
-            runs = [run for pair in zip(*SEARCH.values(), strict=True) for run in pair]
+            runs = [run for own in SEARCH.values() for run in own]
         else:
-            lengths = (3 * STEPS // 4, STEPS // 2) if name == "K-FAC" else (STEPS,)
+            lengths = (STEPS, 3 * STEPS // 4, STEPS // 2) if name == "K-FAC" else (STEPS,)
             runs = [best(name, steps) for steps in lengths]
         for run in runs:
             train("gpt", run, *make(run), every=20)

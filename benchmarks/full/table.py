@@ -75,8 +75,8 @@ def autoencoder() -> None:
 def cifar10() -> None:
     each = PER_EPOCH["cifar10"]
     head("CIFAR-10, ResNet-20", "rate", "weight decay", "epochs", "accuracy", "s/step", "seconds")
-    for rows in runs("cifar10"):
-        row = rows[-1]
+    ends = [rows[-1] for rows in runs("cifar10")]
+    for row in sorted(ends, key=lambda row: (row["steps"], -row.get("accuracy", 0))):
         found = f"{row['accuracy']:.2f} %" if "accuracy" in row else "diverged"
         epochs = f"{row['steps'] / each:.3g}"
         decay = f"{row['weight_decay']:g}"
