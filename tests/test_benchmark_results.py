@@ -164,6 +164,19 @@ def test_the_page_on_tuning_has_the_tables_of_the_runs_at_real_size() -> None:
     assert not [line for line in printed.splitlines() if line.startswith("|") and line not in page]
 
 
+def test_the_page_on_shards_has_the_plan_which_is_within_its_goal() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "sharded.py"), "--plan"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [
+        line.split() for line in printed.splitlines() if line.startswith("Llama-3") and "%" in line
+    ]
+    assert len(rows) == 2 * 2 * 3  # kinds of steps, models, numbers of ranks
+    page = (ROOT / "docs" / "sharded.md").read_text()
+    for _, ranks, *cells, share, kept in rows:
+        assert f"| {ranks} | {' | '.join(cells)} | {share[:-1]} % | {kept} |" in page
+        assert float(share[:-1]) <= 15
+
+
 # --- the family ------------------------------------------------------------------------------
 
 

@@ -24,10 +24,10 @@ from kronfac.capture.hooks import (
     inside_backward,
     inside_transform,
     is_batched,
-    saves_elsewhere,
 )
 from kronfac.layers import Layer
 from kronfac.layers.linear import LinearLayer
+from kronfac.layers.saved_tensors import saves_elsewhere
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 _PRODUCTS = ("AddmmBackward0", "MmBackward0")

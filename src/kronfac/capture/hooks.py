@@ -185,11 +185,6 @@ def is_batched(grad: Tensor) -> bool:
     return functorch.is_legacy_batchedtensor(grad) or functorch.is_batchedtensor(grad)
 
 
-def saves_elsewhere() -> bool:
-    """Whether inputs are not kept for backward as they are: checkpointing and offloading save memory."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def inside_backward() -> bool:
     """Whether a backward pass is running: activation checkpointing repeats forwards in it."""
     return torch._C._current_graph_task_id() != -1

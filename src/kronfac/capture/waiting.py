@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac.capture.hooks import inside_backward, saves_elsewhere
+from kronfac.capture.hooks import inside_backward
 from kronfac.layers.conv import ConvLayer
 from kronfac.layers.linear import LinearLayer
 from kronfac.layers.rows import Rows
+from kronfac.layers.saved_tensors import saves_elsewhere
 from kronfac.layers.together import covariances, form_of, source_of
 from kronfac.linalg import devices
 from kronfac.state.layer_state import LayerState

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronfac.layers.saved_tensors import saves_elsewhere
 from kronfac.linalg.precision import full_precision
 
 
@@ -66,7 +67,7 @@ def saved_by_norm(product: Tensor) -> tuple[Tensor, ...] | None:
     something else, or what is kept is packed (checkpointing, offloading).
     """
     node: Any = product.grad_fn
-    if node is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if node is None or saves_elsewhere():
         return None
     name = node.name()
     if name not in _NORMS and not (
