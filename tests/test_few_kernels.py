@@ -15,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import kronfac
+from kronfac.capture import capture
 from kronfac.capture.waiting import WaitingInputs
 from kronfac.layers import together
 from kronfac.layers.rows import DenseRows, MapRows, PatchRows, Rows
@@ -114,11 +115,22 @@ def test_equal_shapes_are_multiplied_together(name: str, saved: int) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name]()
     optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1))
-    with Operations() as one_by_one:
+    with mock.patch.object(capture, "may_wait", return_value=False), Operations() as one_by_one:
         model(x)
     with few_kernels(), Operations() as counted:
         model(x)
     assert one_by_one.products.total() - counted.products.total() == saved
+    del optimizer
+
+
+@pytest.mark.parametrize(("images", "waits"), [(8, 2), (1100, 0)])
+def test_a_cpu_takes_few_images_of_convolutions_together(images: int, waits: int) -> None:
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2)))
+    model.append(nn.Flatten()).append(nn.Linear(1024, 3)).append(nn.Linear(3, 3))
+    optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), rows=None)
+    with mock.patch.object(WaitingInputs, "add", autospec=True) as added:
+        model(torch.randn(images, 4, 16, 16))
+    assert added.call_count == waits
     del optimizer
 
 

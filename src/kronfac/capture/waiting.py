@@ -1,8 +1,9 @@
 """Inputs that wait for the end of the forward, where those of equal shapes are taken together.
 
-On an accelerator a kernel for each layer costs more than the copy that puts inputs side by side. Waiting
-costs no memory: only inputs wait that autograd keeps for the backward pass anyway, and to which nothing
-can be written before it without an error.
+On an accelerator a kernel for each layer costs more than the copy that puts inputs side by side. So do,
+on a CPU, the many small products of a convolution's borders, if its images are few. Waiting costs no
+memory: only inputs wait that autograd keeps for the backward pass anyway, and to which nothing can be
+written before it without an error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from kronfac.statistics.pending import Pending
 Listener = Callable[[LayerState, str], None]
 
 _FORWARDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Images with more numbers than this keep a CPU busy by themselves.
+_FEW_ELEMENTS = 1 << 20
 
 
 @dataclass
@@ -60,6 +63,8 @@ class WaitingInputs:
         """Whether rows are a plain second moment's, and nothing but a view of the input."""
         source = source_of(rows)
         if state.block.input_moment is None or source is None:
+            return False
+        if not devices.wants_few_kernels(source.device) and source.numel() > _FEW_ELEMENTS:
             return False
         return bool(source.untyped_storage()._cdata == first.untyped_storage()._cdata)
 
@@ -110,9 +115,10 @@ def may_wait(state: LayerState, inputs: Sequence[Any], product: Tensor) -> bool:
     first, module, layer = inputs[0], state.layer.module, state.layer
     if type(first) is not Tensor or type(product) is not Tensor:
         return False
-    if not devices.wants_few_kernels(first.device):
+    few = devices.wants_few_kernels(first.device)
+    if type(layer) not in ((LinearLayer, ConvLayer) if few else (ConvLayer,)):
         return False
-    if type(layer) not in (LinearLayer, ConvLayer) or "forward" in vars(module):
+    if "forward" in vars(module):
         return False
     if type(module).forward not in [kind.forward for kind in _FORWARDS]:
         return False

@@ -98,7 +98,7 @@ class BatchNormLayer(ChannelNormLayer):
 
     def _sums(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> ChannelSums:
         dense = x.dim() > 2 and x.is_contiguous() and grad.is_contiguous()
-        if not devices.wants_few_kernels(x.device) or not dense or len(known) != 2:
+        if not dense or len(known) != 2:
             return super()._sums(grad, x, known)
         mean, scale = (one.to(self.factor_dtype) for one in known)
         products, gradients = products_and_sums(grad.flatten(2), x.flatten(2))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kronfac.linalg import devices
+from kronfac.linalg.largest import largest_entries
 from kronfac.statistics.contributions import Unscreened
 from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import count_dtype
@@ -45,7 +46,7 @@ def sizes_of(entries: Iterable[tuple[Pending, str, Tensor]]) -> Tensor:
         # Of many small parts a processor reads less, and other devices have to ask for each.
         reads_part = symmetric and not devices.wants_few_kernels(value.device)
         parts.append(value.diagonal(dim1=-2, dim2=-1) if reads_part else value)
-    return torch.stack(torch._foreach_norm(parts, torch.inf))
+    return largest_entries(parts)
 
 
 def _screen(entries: Sequence[_Entry]) -> None:

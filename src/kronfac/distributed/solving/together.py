@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kronfac.linalg.batching import MAX_BATCH_ELEMENTS, MAX_ELEMENTS
+from kronfac.linalg.largest import largest_entries
 from kronfac.protocol.block import Block
 from kronfac.protocol.context import Given
 from kronfac.protocol.statistic import Tensors
@@ -83,8 +84,7 @@ def finite_flags(
     flags = [torch.ones(0, dtype=torch.bool, device=device)]
     owners = []
     for own in alike.values():
-        norms = torch._foreach_norm([tensor for _, tensor in own], torch.inf)
-        found = torch.isfinite(torch.stack(norms))
+        found = torch.isfinite(largest_entries([tensor for _, tensor in own]))
         flags.append(found if found.device == device else found.to(device))
         owners += [number for number, _ in own]
     return torch.cat(flags), owners
