@@ -1,13 +1,14 @@
 """K-FAC's default line against other optimizers on every task of the suite, at equal steps.
 
-    .venv/bin/python benchmarks/suite/run.py [stage ...]
+    .venv/bin/python benchmarks/suite/run.py [--workers 2] [stage ...]
 
-Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `seeds` (three of K-FAC's default rate, of its
-best and of each task's best rival), `constant` (no schedule: K-FAC, SGD, AdamW), `ablation`, `levers`
-(each lever that makes steps cheap turned off, three seeds), `table`.
-Without arguments all of them. Runs that are in `results/suite.jsonl` are not repeated.
+Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `edges` (one more rate while the best is at
+the edge of those tried), `seeds` (two more of K-FAC's default rate and of everybody's best), `constant`
+(no schedule: K-FAC, SGD, AdamW), `ablation`, `levers` (each lever that makes steps cheap turned off,
+three seeds), `table`. Without arguments all of them. Runs in `results/suite.jsonl` are not repeated.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ if __package__ in (None, ""):
 
 from suite.optimizers import ENTRIES
 from suite.running import Trial, read, run_all
-from suite.table import print_tables
+from suite.table import best_rate, print_tables, values
 from suite.tasks import CHOSEN, TASKS, Task
 
 RESULTS = Path(__file__).parents[1] / "results" / "suite.jsonl"
@@ -57,23 +58,43 @@ def sweep(names: Iterable[str], tasks: Iterable[Task], schedule: str = "decay") 
     ]
 
 
-def best(rows: Iterable[dict[str, Any]], task: Task) -> dict[str, Any]:
-    """The best of some runs."""
-    sign = 1 if task.higher else -1
-    return max(rows, key=lambda row: float("-inf") if row["value"] is None else sign * row["value"])
+def tried(task: Task) -> dict[str, dict[float, float | None]]:
+    """By optimizer and rate, what the first seed came to under the schedule."""
+    rows = list(read(RESULTS))
+    return {name: values(rows, task, name) for name in ENTRIES}
+
+
+def beyond(task: Task, found: dict[float, float | None]) -> float | None:
+    """The next rate where the best is at the edge of those tried, by the step between the last two."""
+    rates, best = sorted(found), best_rate(task, found)
+    if best == rates[0]:
+        return float(f"{rates[0] ** 2 / rates[1]:.2g}")
+    if best == rates[-1]:
+        return float(f"{rates[-1] ** 2 / rates[-2]:.2g}")
+    return None
+
+
+def run_edges(workers: int) -> None:
+    """One more rate while the best is at the edge; a fourth at most beyond each of the three."""
+    for _ in range(2):
+        trials = []
+        for task in sorted(TASKS.values(), key=_weight):
+            for name, found in tried(task).items():
+                if all(value is None for value in found.values()) or len(found) > 4:
+                    continue
+                if (rate := beyond(task, found)) is not None:
+                    trials.append(Trial(task.name, name, rate))
+        run_all(trials, RESULTS, workers)
 
 
 def seeds() -> list[Trial]:
-    """Two more seeds of the runs that the table compares."""
-    known = [row for row in read(RESULTS) if row["seed"] == 0 and row["schedule"] == "decay"]
+    """Two more seeds of K-FAC's default rate and of everybody's best."""
     found = []
-    for task in TASKS.values():
-        own = [row for row in known if row["task"] == task.name and row["options"] == "{}"]
-        rivals = [row for row in own if row["optimizer"] != "K-FAC"]
-        mine = [row for row in own if row["optimizer"] == "K-FAC"]
+    for task in sorted(TASKS.values(), key=_weight):
         chosen = {("K-FAC", DEFAULT)}
-        for row in (best(mine, task), best(rivals, task)):
-            chosen.add((row["optimizer"], row["rate"]))
+        for name, by_rate in tried(task).items():
+            if any(value is not None for value in by_rate.values()):
+                chosen.add((name, best_rate(task, by_rate)))
         found += [Trial(task.name, *one, seed) for one in sorted(chosen) for seed in (1, 2)]
     return found
 
@@ -105,6 +126,7 @@ STAGES = {
     "kfac": lambda: sweep(["K-FAC"], TASKS.values()),
     "rivals": lambda: sweep(["SGD", "AdamW", "Muon", "SOAP"], TASKS.values()),
     "kin": lambda: sweep(["Newton-Muon", "SOAP, polar"], sorted(TASKS.values(), key=_weight)),
+    "edges": lambda: [],  # in rounds, each of which depends on the last
     "seeds": seeds,
     "constant": lambda: sweep(["K-FAC", "SGD", "AdamW"], CHOSEN, "constant"),
     "ablation": ablation,
@@ -113,12 +135,17 @@ STAGES = {
 
 
 def main() -> None:
-    stages = sys.argv[1:] or [*STAGES, "table"]
-    for stage in stages:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2, help="runs side by side, a thread each")
+    parser.add_argument("stages", nargs="*", default=[*STAGES, "table"])
+    arguments = parser.parse_args()
+    for stage in arguments.stages:
         if stage == "table":
             print_tables(list(read(RESULTS)), ABLATION, LEVERS)
+        elif stage == "edges":
+            run_edges(arguments.workers)
         else:
-            run_all(STAGES[stage](), RESULTS)
+            run_all(STAGES[stage](), RESULTS, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def best_of(task: Task, found: dict[float, float | None]) -> float | None:
     return best
 
 
+def best_rate(task: Task, found: dict[float, float | None]) -> float:
+    """The rate of the best value."""
+    sign = 1 if task.higher else -1
+    return max(found, key=lambda rate: _score(found[rate], sign))
+
+
+def _score(value: float | None, sign: int) -> float:
+    return float("-inf") if value is None else sign * value
+
+
 def at_default(rows: Rows, task: Task) -> list[float | None]:
     """All seeds of K-FAC at its default rate."""
     return [
