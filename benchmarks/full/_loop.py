@@ -25,7 +25,10 @@ WARM_UP = 0.05
 
 @dataclass(frozen=True)
 class Run:
-    """What identifies a run; `other` is the rate of the AdamW beside Muon."""
+    """What identifies a run.
+
+    `other` is the rate of the AdamW beside Muon, `damping` K-FAC's if it is not the default.
+    """
 
     optimizer: str
     rate: float
@@ -33,6 +36,7 @@ class Run:
     weight_decay: float = 0.0
     other: float | None = None
     seed: int = 0
+    damping: float | None = None
 
 
 def optimizer_of(run: Run, model: nn.Module, **options: Any) -> Any:
@@ -50,6 +54,8 @@ def optimizer_of(run: Run, model: nn.Module, **options: Any) -> Any:
 
         return SOAP(model.parameters(), lr=lr, betas=(0.95, 0.95), weight_decay=decay)
     base = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
+    if run.damping is not None:
+        options["damping"] = run.damping
     return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
 
 
@@ -110,7 +116,7 @@ def read(task: str, run: Run | None = None) -> Iterator[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            if all(row[key] == value for key, value in wanted):
+            if all(row.get(key) == value for key, value in wanted):
                 yield row
 
 

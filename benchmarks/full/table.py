@@ -28,7 +28,7 @@ def runs(task: str) -> list[list[dict[str, Any]]]:
     """The lines of each run that is finished."""
     found: dict[Any, list[dict[str, Any]]] = {}
     for row in read(task):
-        found.setdefault(tuple(row[key] for key in KEYS), []).append(row)
+        found.setdefault(tuple(row.get(key) for key in KEYS), []).append(row)
     return [rows for rows in found.values() if rows[-1]["step"] == rows[-1]["steps"]]
 
 
@@ -55,7 +55,8 @@ def costs(task: str, row: dict[str, Any]) -> list[str]:
 
 def settings(row: dict[str, Any]) -> str:
     beside = f", AdamW {row['other']:g}" if row["other"] else ""
-    return f"{row['rate']:g}{beside}"
+    damping = f", damping {row['damping']:g}" if row.get("damping") else ""
+    return f"{row['rate']:g}{beside}{damping}"
 
 
 def autoencoder() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from suite.optimizers import ENTRIES
 from suite.tasks import CHOSEN, REPORTED, TASKS, Task
 
 Rows = Sequence[dict[str, Any]]
@@ -63,15 +64,24 @@ def _score(value: float | None, sign: int) -> float:
     return float("-inf") if value is None else sign * value
 
 
-def at_default(rows: Rows, task: Task) -> list[float | None]:
-    """All seeds of K-FAC at its default rate."""
-    return [
+def mean_of_seeds(rows: Rows, task: Task, optimizer: str, rate: float) -> float | None:
+    """Of all seeds at a rate, under the schedule; ``None`` if one diverged."""
+    found = [
         row["value"]
         for row in rows
-        if (row["task"], row["optimizer"], row["rate"]) == (task.name, "K-FAC", DEFAULT)
+        if (row["task"], row["optimizer"], row["rate"]) == (task.name, optimizer, rate)
         and row["schedule"] == "decay"
         and row["options"] == "{}"
     ]
+    return MISSING if not found else None if None in found else mean(found)
+
+
+def at_best(rows: Rows, task: Task, optimizer: str) -> float | None:
+    """At the rate that is best for the first seed, the mean of all seeds."""
+    found = values(rows, task, optimizer)
+    if not found:
+        return MISSING
+    return mean_of_seeds(rows, task, optimizer, best_rate(task, found))
 
 
 Variants = dict[str, dict[str, Any]]
@@ -79,6 +89,7 @@ Variants = dict[str, dict[str, Any]]
 
 def print_tables(rows: Rows, ablation: Variants, levers: Variants) -> None:
     _print_main(rows)
+    _print_sweep(rows)
     _print_constant(rows)
     title = "What each part gives: K-FAC at 0.1 with one thing changed, one seed."
     _print_variants(title, rows, ablation, (0,))
@@ -89,7 +100,7 @@ def print_tables(rows: Rows, ablation: Variants, levers: Variants) -> None:
 def _print_main(rows: Rows) -> None:
     names = [name for name in ORDER[1:] if any(row["optimizer"] == name for row in rows)]
     print(
-        "Best of three rates each, one seed; K-FAC also at its default rate, 0.1 (mean over seeds).\n"
+        "Everybody at its best rate, K-FAC also at its default rate, 0.1; means of three seeds.\n"
     )
     print("| task | judged by | K-FAC at 0.1 | K-FAC | " + " | ".join(names) + " | place at 0.1 |")
     print("|---" * (len(names) + 5) + "|")
@@ -97,20 +108,35 @@ def _print_main(rows: Rows) -> None:
     for part, tasks in (("chosen on", CHOSEN), ("only reported", REPORTED)):
         print(f"| *{part}* |" + " |" * (len(names) + 4))
         for task in tasks:
-            own = at_default(rows, task)
-            failed = None in own
-            default = None if failed else mean(own) if own else MISSING
-            mine = best_of(task, values(rows, task, "K-FAC"))
-            others = [best_of(task, values(rows, task, name)) for name in names]
+            default = mean_of_seeds(rows, task, "K-FAC", DEFAULT)
+            others = [at_best(rows, task, name) for name in names]
             place = 1 + sum(better(task, other, default) for other in others)
             places.append(place)
-            cells = [shown(default), shown(mine), *map(shown, others), str(place)]
-            print(f"| {task.name} | {task.measure} | " + " | ".join(cells) + " |")
+            cells = [shown(default), shown(at_best(rows, task, "K-FAC")), *map(shown, others)]
+            print(f"| {task.name} | {task.measure} | " + " | ".join([*cells, str(place)]) + " |")
     first, count = places.count(1), len(places)
     print(
         f"\nAt its default rate K-FAC is ahead of every other's best on {first} of {count} tasks,"
     )
     print(f"and second on {places.count(2)}.\n")
+
+
+def _print_sweep(rows: Rows) -> None:
+    """How much a rate matters: the middle one of the first three, and the worst of them."""
+    names = [name for name in ORDER if any(row["optimizer"] == name for row in rows)]
+    print("The middle one of three rates / the worst of them, one seed.\n")
+    print("| task | " + " | ".join(names) + " |")
+    print("|---" * (len(names) + 1) + "|")
+    for task in TASKS.values():
+        cells = []
+        for name in names:
+            found = values(rows, task, name)
+            three = [found[rate] for rate in ENTRIES[name].rates_of(task) if rate in found]
+            whole = len(three) == 3
+            worst = min(three, key=lambda v: _score(v, 1 if task.higher else -1)) if whole else None
+            cells.append(f"{shown(three[1])} / {shown(worst)}" if whole else "")
+        print(f"| {task.name} | " + " | ".join(cells) + " |")
+    print()
 
 
 def _print_constant(rows: Rows) -> None:
