@@ -259,21 +259,49 @@ def test_it_is_kept_beside_the_weight() -> None:
 # --- what oscillates --------------------------------------------------------------------------
 
 
-def after(rate: float, momentum: Tensor) -> float:
-    """Length of a layer's step after twenty steps whose gradients have cancelled, as a multiple."""
+def after(rate: float | Tensor, momentum: Tensor, steps: int = 100) -> float:
+    """Length of a layer's step at a constant rate, and after as many steps at another one."""
     names = {"momentum": momentum, "coherence": torch.ones(2)}
     names |= {"history": torch.zeros(4), "pace": torch.zeros(2)}
-    for count in range(200):
+    found = torch.zeros(1)
+    for count in range(100 + steps):
         names["coherence"].mul_(0.9).add_(1)
         remember([names], torch.ones(1), [0.1 if count < 100 else rate])
-    return float(lengths([names])) / (2.25 / (1 + 1.99) ** 0.5)
+        found = lengths([names])
+    return float(found)
+
+
+def aged(count: int) -> float:
+    """Length of a step whose gradients agree."""
+    return 2.25 / (1 + (count - 1) / 100) ** 0.5
+
+
+NOISE = (0.1 / 1.9) ** 0.5
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_gradients_that_turn_back_count_as_noise_while_the_rate_falls(as_tensor: bool) -> None:
-    noise, rate = (0.1 / 1.9) ** 0.5, 0.09
+    rate = 0.09
     falling = torch.tensor(rate) if as_tensor else rate
     turning, steady = torch.full((1,), 0.3), torch.full((1,), 5.0)
-    assert after(0.1, turning) == pytest.approx(0.03, rel=1e-3)
-    assert after(falling, turning) == pytest.approx(noise, rel=1e-3)
+    assert after(0.1, turning) == pytest.approx(0.03 * aged(200), rel=1e-3)
+    assert after(falling, turning) == pytest.approx(NOISE * aged(100), rel=1e-3)
     assert after(falling, steady) == pytest.approx(after(0.1, steady))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_only_steps_of_noise_age_a_layer_while_the_rate_falls(share: float) -> None:
+    """A coherence of half that of noise ages by a sixteenth of a step."""
+    momentum = torch.full((1,), share * NOISE * 10)
+    count = 100 + 400 * share**4
+    expected = max(2.25 / (1 + (count - 1) / 100) ** 0.5, 2.25 / 3)
+    assert after(0.09, momentum, 400) == pytest.approx(NOISE * expected, rel=1e-2)
+
+
+def test_idle_layers_do_not_get_younger_than_new_ones() -> None:
+    names = {"momentum": torch.full((1,), 0.1), "coherence": torch.tensor([10.0, 10.0])}
+    names |= {"history": torch.tensor([2.0, 0.0, 0.0, 0.1]), "pace": torch.zeros(2)}
+    for _ in range(5):  # without gradients
+        remember([names], torch.zeros(1), [0.01])
+        lengths([names])
+    assert names["history"][0] == 0

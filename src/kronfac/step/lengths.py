@@ -7,7 +7,8 @@ A multiple of Muon's length, the product of four numbers of which none depends o
 - *size*: how large gradients are now, compared with what they usually were. Where a model fits its data
   they vanish, and so do its steps.
 - *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
-  fall as ``1/√t``, but never below a third.
+  fall as ``1/√t``, but never below a third. Steps whose gradients turn back are not noise, and do not age
+  a layer under a rate that falls.
 - *freedom*: where the loss does not depend on the scale of a layer's weight (:mod:`.scale_free`), no
   step is too long for it, and longer ones are better.
 
@@ -26,6 +27,8 @@ from torch import Tensor
 FIRST = 2.25
 #: Steps after which the length has fallen by √2, and the share that always remains.
 YOUNG, REMAINS = 100.0, 1 / 3
+#: With which power of it a coherence below that of noise counts as a step of noise.
+TURNING = 4
 #: How much longer steps are where the loss does not depend on the scale of a weight.
 FREE = 3.0
 #: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
@@ -37,9 +40,9 @@ def remember(
 ) -> None:
     """Take squared norms of gradients, ``[layers]``, into what is known of each layer.
 
-    That is ``(count, usual, recent, peak)``: means of their logarithms over all steps, and with the
-    weights of the momentum buffer, as long as the learning rate is the largest so far, its peak; and
-    ``(rate, free)``, the learning rate of this step and whether the weight's scale is without effect. A
+    That is ``(count, usual, recent, peak)``: steps that age it, means of logarithms over all steps, and
+    with the weights of the momentum buffer, as long as the learning rate is the largest so far, its peak;
+    and ``(rate, free)``, that of this step and whether the weight's scale is without effect. A
     gradient that is zero, or not a number, says nothing. The layers are on one device and in one
     precision, and ``"coherence"`` is up to date.
     """
@@ -82,17 +85,23 @@ def lengths(
 ) -> Tensor | None:
     """Lengths of the layers' steps as multiples of Muon's, ``[layers]``; ``None`` without momentum.
 
-    ``norms`` are those of momentum buffers of which slices are here.
+    It is asked for once a step, and takes back what of the step does not age a layer. ``norms`` are those
+    of momentum buffers of which slices are here.
     """
     if not all("history" in one for one in buffers):
         return None
-    count, usual, recent, peak = torch.stack([one["history"] for one in buffers]).unbind(1)
+    held = torch.stack([one["history"] for one in buffers])
+    count, usual, recent, peak = held.unbind(1)
     rate, free = torch.stack([one["pace"] for one in buffers]).unbind(1)
     weights = torch.stack([one["coherence"][0] for one in buffers])
-    least = torch.where(rate < peak, (2 * weights - 1).rsqrt_(), 0.0)  # √((1-μ)/(1+μ)): noise
+    noise, falls = (2 * weights - 1).rsqrt_(), rate < peak  # √((1-μ)/(1+μ))
+    agreement = coherences(buffers, norms)
+    turned = 1 - (agreement / noise).clamp_(max=1).pow_(TURNING)
+    count = (count - turned * falls).clamp_(min=0)
+    torch._foreach_copy_([one["history"][0] for one in buffers], count.unbind())
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
     age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
-    agreement = torch.maximum(coherences(buffers, norms), least)
+    agreement = torch.maximum(agreement, noise * falls)
     return agreement * size * age.mul_(FIRST) * (1 + (FREE - 1) * free)
 
 
