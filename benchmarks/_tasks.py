@@ -48,16 +48,16 @@ _TEXT_RATES = {
 TABLE = ("cifar10", "fashion-mnist", "text")
 _LENGTHS = (80, 120, 160, 220, 300, 400, 560, 720)
 
-_OTHERS = {"muon": 0.125}
+_IMAGE_OTHERS = {"muon": 0.125, "kfac": 1.0}
 _DIGITS_LENGTHS = (40, 60, 80, 120, 160, 240, 320)
 _TEXT_LENGTHS = (70, 100, 140, 200, 280, 400)
 
 TASKS = {
     task.name: task
     for task in (
-        Task("digits", _IMAGE_RATES, _DIGITS_LENGTHS, 80, 0.01, _OTHERS, (100, 101, 102)),
-        Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, 0.02, _OTHERS),
-        Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, 0.02, _OTHERS),
+        Task("digits", _IMAGE_RATES, _DIGITS_LENGTHS, 80, 0.01, {"muon": 0.125}, (100, 101, 102)),
+        Task("cifar10", _IMAGE_RATES, _LENGTHS, 220, 0.02, _IMAGE_OTHERS),
+        Task("fashion-mnist", _IMAGE_RATES, _LENGTHS, 220, 0.02, _IMAGE_OTHERS),
         Task("text", _TEXT_RATES, _TEXT_LENGTHS, 200, 0.06, {"muon": 0.25}),
     )
 }
