@@ -6,7 +6,7 @@ This is the only file that knows either. A part is a *box*: a range of each dime
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -227,6 +227,18 @@ def in_use(handle: Any, parameter: nn.Parameter) -> nn.Parameter:
     """What modules compute with in place of a parameter."""
     found: nn.Parameter = getattr(handle, "_unsharded_param", parameter)
     return found
+
+
+def lasting(handle: Any, inputs: Sequence[Any], kept: list[Any]) -> list[Any]:
+    """What is kept of a call beyond a backward pass, after which FSDP2 frees gathered parameters."""
+    sources = [getattr(one, "_base", None) if _is_view(one) else one for one in inputs]
+    if handle is None or not any(isinstance(one, nn.Parameter) for one in sources):
+        return kept
+    return [one.clone() if isinstance(one, Tensor) else one for one in kept]
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._is_view()
 
 
 def accumulates(handle: Any) -> bool:
