@@ -56,7 +56,10 @@ def mesh_copies(tensor: Tensor) -> Tensor:
 
     A mesh may be all ranks, or some dimensions of those, sliced, flattened or unflattened.
     """
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return _copies(tensor.device_mesh)  # type: ignore[attr-defined]
+
+
+def _copies(mesh: Any) -> Tensor:
     found: Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
     return found
 
@@ -256,9 +259,15 @@ def sums_gradients(model: nn.Module) -> bool:
     return any(group.gradient_divide_factor == 1 for group in _groups(model))
 
 
-def data_ranks(model: nn.Module) -> int | None:
-    """How many ranks FSDP2 divides batches among; ``None`` without it."""
-    return next((int(group.mesh_info.mesh.size()) for group in _groups(model)), None)
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 holds parameters of a model."""
+    return any(True for _ in _groups(model))
+
+
+def batch_parts(model: nn.Module, ranks: Sequence[int]) -> list[int]:
+    """Which part of a batch each of some global ranks has, by its place in FSDP2's mesh."""
+    copies = _copies(next(_groups(model)).mesh_info.mesh).flatten(1)
+    return [int((copies == rank).nonzero()[0, 1]) for rank in ranks]
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:
