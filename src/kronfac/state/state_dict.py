@@ -225,6 +225,29 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     return all(key in entry for key in wanted)
 
 
+def lacks_statistics(state: LayerState, entry: Mapping[str, Any]) -> bool:
+    """Whether a layer had been solved, and nothing is there of what this rank keeps of it.
+
+    Loaders that find nothing in a file leave the zeros that they were given to fill.
+    """
+    entry = _own_part(state, entry)
+    if "schedule" not in entry or int(entry["schedule"][0]) == _NEVER:
+        return False
+    kinds = {name: one.statistic for name, one in state.running.items() if state.keeps(name)}
+    plain = [n for n, one in kinds.items() if one.combine == "sum" and not one.is_replicated]
+    wanted = [name for name in plain if not kinds[name].may_be_missing]
+    return any(not float(entry.get(f"{name}.count", 0.0)) > 0 for name in wanted)
+
+
+def without_statistics(state: LayerState, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What such an entry says all the same, of a layer that has not been solved."""
+    entry = _own_part(state, entry)
+    kept = {key: entry[key] for key in ("group", "stride", "broadcast") if key in entry}
+    kept["schedule"] = entry["schedule"].clone()
+    kept["schedule"][:2] = _NEVER
+    return {_part_key(state, key): value for key, value in kept.items()}
+
+
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()

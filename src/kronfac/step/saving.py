@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kronfac.layers.shards import local
+from kronfac.options.advice import warn_caller
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.screening import screen_all
@@ -94,9 +95,15 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     """See :meth:`Preconditioner.load_entries`."""
     preconditioner.capture.clear()
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
-    for (parameter, _), state in preconditioner.layers.items():
-        checkpoint.load_layer(state, entries.get(names[parameter], {}))
     states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
+    lost = []
+    for (parameter, _), state in preconditioner.layers.items():
+        entry = entries.get(names[parameter], {})
+        if checkpoint.lacks_statistics(state, entry):
+            entry = checkpoint.without_statistics(state, entry)
+            lost.append(state.name)
+        checkpoint.load_layer(state, entry)
+    _warn_of_lost(lost)
     saved = saved_groups(preconditioner, names, entries)
     preconditioner.inputs.finish_loading(states, saved, coordinator)
     preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
@@ -118,6 +125,19 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
             preconditioner.clock.last_factor = None if last < 0 else last
         if "random" in entry:
             preconditioner.observer.set_random_state(entry["random"])
+    if entries and coordinator.largest([float(bool(lost))])[0]:
+        preconditioner.clock.last_factor = None  # the next step takes statistics
+
+
+def _warn_of_lost(names: Sequence[str]) -> None:
+    if not names:
+        return
+    shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    warn_caller(
+        f"the checkpoint has no statistics of {len(names)} layers of this rank ({shown}), and they start "
+        "again: it holds what another rank had. Save with torch.distributed.checkpoint without "
+        "full_state_dict=True (SHARDED_STATE_DICT in Accelerate), or save optimizer.full_state_dict()."
+    )
 
 
 def resume(
