@@ -225,27 +225,10 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     return all(key in entry for key in wanted)
 
 
-def lacks_statistics(state: LayerState, entry: Mapping[str, Any]) -> bool:
-    """Whether a layer had been solved, and nothing is there of what this rank keeps of it.
-
-    Loaders that find nothing in a file leave the zeros that they were given to fill.
-    """
-    entry = _own_part(state, entry)
-    if "schedule" not in entry or int(entry["schedule"][0]) == _NEVER:
-        return False
-    kinds = {name: one.statistic for name, one in state.running.items() if state.keeps(name)}
-    plain = [n for n, one in kinds.items() if one.combine == "sum" and not one.is_replicated]
-    wanted = [name for name in plain if not kinds[name].may_be_missing]
-    return any(not float(entry.get(f"{name}.count", 0.0)) > 0 for name in wanted)
-
-
-def without_statistics(state: LayerState, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What such an entry says all the same, of a layer that has not been solved."""
-    entry = _own_part(state, entry)
-    kept = {key: entry[key] for key in ("group", "stride", "broadcast") if key in entry}
-    kept["schedule"] = entry["schedule"].clone()
-    kept["schedule"][:2] = _NEVER
-    return {_part_key(state, key): value for key, value in kept.items()}
+def was_solved(state: LayerState, entry: Mapping[str, Any]) -> bool:
+    """Whether a layer had a solution when it was saved, on whichever rank."""
+    schedule = _own_part(state, entry).get("schedule")
+    return schedule is not None and int(schedule[0]) != _NEVER
 
 
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
@@ -299,6 +282,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         state.solution = {name: read(f"solution.{name}", state.dtype_of(name)) for name in names}
     elif solved != _NEVER:
         state.forget_solution()
+        if all(one.sum is None for one in state.running.values()):
+            return
         warnings.warn(
             f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
             "computed again from the saved statistics at the next step.",

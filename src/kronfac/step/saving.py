@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kronfac.layers.shards import local
-from kronfac.options.advice import warn_caller
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.screening import screen_all
+from kronfac.step.lost_statistics import forget_lost
 
 if TYPE_CHECKING:
     from kronfac.step.pipeline import Preconditioner
@@ -96,16 +96,14 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     preconditioner.capture.clear()
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
     states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
-    lost = []
+    solved = []
     for (parameter, _), state in preconditioner.layers.items():
-        entry = entries.get(names[parameter], {})
-        if checkpoint.lacks_statistics(state, entry):
-            entry = checkpoint.without_statistics(state, entry)
-            lost.append(state.name)
-        checkpoint.load_layer(state, entry)
-    _warn_of_lost(lost)
+        checkpoint.load_layer(state, entry := entries.get(names[parameter], {}))
+        if checkpoint.was_solved(state, entry):
+            solved.append(state)
     saved = saved_groups(preconditioner, names, entries)
     preconditioner.inputs.finish_loading(states, saved, coordinator)
+    lacks = forget_lost(solved)
     preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
     damping = preconditioner.schedules.adaptive("damping")
     if damping is not None:
@@ -125,19 +123,8 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
             preconditioner.clock.last_factor = None if last < 0 else last
         if "random" in entry:
             preconditioner.observer.set_random_state(entry["random"])
-    if entries and coordinator.largest([float(bool(lost))])[0]:
+    if entries and coordinator.largest([float(lacks)])[0]:
         preconditioner.clock.last_factor = None  # the next step takes statistics
-
-
-def _warn_of_lost(names: Sequence[str]) -> None:
-    if not names:
-        return
-    shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
-    warn_caller(
-        f"the checkpoint has no statistics of {len(names)} layers of this rank ({shown}), and they start "
-        "again: it holds what another rank had. Save with torch.distributed.checkpoint without "
-        "full_state_dict=True (SHARDED_STATE_DICT in Accelerate), or save optimizer.full_state_dict()."
-    )
 
 
 def resume(
