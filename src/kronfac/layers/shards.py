@@ -266,8 +266,9 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 def batch_parts(model: nn.Module, ranks: Sequence[int]) -> list[int]:
     """Which part of a batch each of some global ranks has, by its place in FSDP2's mesh."""
-    copies = _copies(next(_groups(model)).mesh_info.mesh).flatten(1)
-    return [int((copies == rank).nonzero()[0, 1]) for rank in ranks]
+    copies = _copies(next(_groups(model)).mesh_info.mesh).flatten(1).tolist()
+    places = {rank: place for copy in copies for place, rank in enumerate(copy)}
+    return [places[rank] for rank in ranks]
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:

@@ -45,8 +45,10 @@ class Sharding:
 
     def before(self, rank: int) -> list[int]:
         """Ranks whose samples come before those of a rank, one of each that see the same."""
-        first = filter(self.is_first, range(len(self.parts)))
-        return [one for one in first if self.parts[one] < self.parts[rank]]
+        first: dict[int, int] = {}
+        for one, part in enumerate(self.parts):
+            first.setdefault(part, one)
+        return [one for part, one in first.items() if part < self.parts[rank]]
 
     def part_weight(self, world: ProcessGroup, parameter: nn.Parameter) -> float:
         """One over the number of ranks that hold the same part of a parameter as this one."""
@@ -83,7 +85,12 @@ def sharding_of(
 
 def _times(values: Sequence[Hashable]) -> list[int]:
     """How often each value has come before: as many ranks as hold other parts see the same samples."""
-    return [values[:index].count(value) for index, value in enumerate(values)]
+    seen = Counter[Hashable]()
+    found = []
+    for value in values:
+        found.append(seen[value])
+        seen[value] += 1
+    return found
 
 
 def _unlike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
