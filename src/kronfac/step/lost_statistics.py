@@ -6,23 +6,26 @@ others, and loaders leave the zeros there that they were given to fill.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
 
 from kronfac.options.advice import warn_caller
 from kronfac.state.layer_state import LayerState
 
 
 def forget_lost(solved: Iterable[LayerState]) -> bool:
-    """Let layers start again that had been solved, and of which nothing has been loaded.
+    """Let layers start again that had been solved, and whose statistics have not been loaded.
 
-    Returns whether there are any.
+    A solution that has been loaded stays. Returns whether there are any.
     """
     lost = [state for state in solved if _lacks_statistics(state)]
     for state in lost:
         for name in _kept(state):
             state.running[name].forget()
-        state.forget_solution()
-        if not any(bool(value.any()) for value in state.buffers.values()):
+        if _is_empty(state.solution):
+            state.forget_solution()
+        if _is_empty(state.buffers):
             state.buffers.clear()
     if lost:
         _warn([state.name for state in lost])
@@ -38,8 +41,19 @@ def _kept(state: LayerState) -> list[str]:
 
 
 def _lacks_statistics(state: LayerState) -> bool:
+    """Whether there are zeros, or neither statistics nor a solution.
+
+    Without zeros, layers that share their input may have moved since the loader has looked for keys.
+    """
     counts = [state.running[name].count for name in _kept(state)]
-    return any(count is None or not float(count) > 0 for count in counts)
+    if any(count is not None and not float(count) > 0 for count in counts):
+        return True
+    absent = bool(counts) and all(count is None for count in counts)
+    return absent and bool(state.held) and state.solution is None
+
+
+def _is_empty(values: Mapping[str, Tensor] | None) -> bool:
+    return not any(bool(value.any()) for value in (values or {}).values())
 
 
 def _warn(names: Sequence[str]) -> None:
