@@ -47,6 +47,8 @@ AXES = """\
 - **compiled** is `torch.compile(fullgraph=True, backend="aot_eager")`: the graphs of the default
   compiler without its kernels. **inductor** is the default compiler itself, in float32 and bf16 autocast.
 - **reentrant** and **non-reentrant** are the kinds of `torch.utils.checkpoint`, around the layer.
+- **FSDP2** is `fully_shard` in a plain loop on two ranks with half of the batch each
+  ([more of it](sharded.md)).
 - BatchNorm and InstanceNorm are run as 2d. Conv1D (GPT-2) is that of transformers. The registered layer
   is a module of one's own, made known by `kronfac.register_layer`.
 """
@@ -138,7 +140,7 @@ def page(outcomes: Outcomes, made: str) -> str:
             "## Plain loops\n",
             "Each field: no checkpoints, reentrant, non-reentrant in eager mode / the same compiled.\n",
             plain_loops(outcomes),
-            "## Under a trainer\n",
+            "## Under a trainer, and sharded\n",
             f"Each field: {', '.join(PRECISIONS)}.\n",
             trainers(outcomes),
             "## Exceptions\n",

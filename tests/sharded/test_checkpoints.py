@@ -137,6 +137,7 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", ".*TypedStorage", UserWarning)
         warnings.filterwarnings("ignore", ".*torch.distributed.*", UserWarning)
+        warnings.filterwarnings("error", ".*has no statistics of", UserWarning)
         yield
 
 

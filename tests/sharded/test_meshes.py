@@ -94,6 +94,29 @@ def in_three_dimensions(rank: int, sizes: tuple[int, ...], kind: str) -> Paramet
         return whole_parameters(model)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["graft", "rows"])
+def test_tensor_parallelism_in_the_outer_dimension(name: str) -> None:
+    """Ranks that see the same samples, and take the same rows, are not neighbours."""
+    for found in run(4, with_outer_tensors, name):
+        assert_near(found, test_tensor_parallel.expected(name), name)
+
+
+def with_outer_tensors(rank: int, name: str) -> Parameters:
+    ignore_advice()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "fsdp"))
+    with double_precision():
+        model = test_tensor_parallel.Decoder()
+        test_tensor_parallel.parallelize(model, mesh["tp"], "all")
+        fully_shard(model, mesh=mesh["fsdp"])
+        options = test_tensor_parallel.options_of(name)
+        optimizer = kronfac.KFAC(model, BASES["momentum"](model), **options)
+        samples = test_tensor_parallel.samples_of(name)
+        own = slice(rank % 2 * samples // 2, (rank % 2 + 1) * samples // 2)
+        test_tensor_parallel.steps(model, optimizer, own, samples=samples)
+        return whole_parameters(model)
+
+
 # --- pipeline stages ----------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ LAYERS = tuple(MODELS)
 PRECISIONS = ("float32", "float64", "bf16 autocast", "fp16 autocast", "bf16 parameters")
 EXECUTIONS = ("eager", "compiled")  # with backend="aot_eager"; "inductor" is the default backend
 CHECKPOINTS = ("none", "reentrant", "non-reentrant")
-PLAIN, *TRAINERS = FRAMEWORKS = ("plain loop", "Lightning", "Trainer", "Accelerate")
+PLAIN, *TRAINERS = FRAMEWORKS = ("plain loop", "Lightning", "Trainer", "Accelerate", "FSDP2")
 
 #: Largest distance of a preconditioned gradient from double precision, as a share of its norm. Half
 #: precision rounds to 2⁻⁹ (bfloat16) or 2⁻¹² (float16) at every operation, some of which cancel; 0.05 is
@@ -27,7 +27,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. Trainers run models in eager mode without checkpoints."""
+    """One combination. Trainers, and ranks under FSDP2, run models in eager mode without checkpoints."""
 
     layer: str
     precision: str
@@ -58,6 +58,11 @@ EXCEPTIONS: dict[Cell, Obstacle] = {
     )
     for framework in ("Trainer", "Accelerate")
 }
+EXCEPTIONS[Cell("BatchNorm", "*", framework="FSDP2")] = Obstacle(
+    "BatchNorm takes the means of each rank's own samples, and not those of the whole batch",
+    AssertionError,
+    "gradients are not those of a plain run",
+)
 
 
 def obstacle(cell: Cell) -> Obstacle | None:
@@ -86,7 +91,7 @@ def inductor_cells() -> list[Cell]:
 
 
 def trainer_cells() -> list[Cell]:
-    """Every layer and precision under every trainer."""
+    """Every layer and precision under every trainer, and under FSDP2."""
     return [
         Cell(layer, precision, framework=framework)
         for layer in LAYERS

@@ -1,4 +1,4 @@
-"""The two steps of tests/support/plain.py under Lightning, Trainer and Accelerate."""
+"""The two steps of tests/support/plain.py under Lightning, Trainer, Accelerate and FSDP2."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kronfac.huggingface import optimizer_cls_and_kwargs
 from tests.support.cells import Cell
 from tests.support.models import SAMPLES, Net, loss_of
 from tests.support.plain import OPTIONS, STEPS, Recorder, Run, data_of, model_of, run_of
+from tests.support.sharded import sharded_run
 
 
 def dataset(cell: Cell) -> TensorDataset:
@@ -129,6 +130,7 @@ RUNS: dict[str, Callable[[Cell, Path], Run]] = {
     "Lightning": lightning,
     "Trainer": trainer,
     "Accelerate": accelerate,
+    "FSDP2": sharded_run,
 }
 
 

@@ -34,6 +34,7 @@ from kronfac.capture.seen_inputs import SeenInputs
 from kronfac.capture.waiting import Listener, WaitingInputs, may_wait
 from kronfac.capture.watches import Edge, Watch, is_seen
 from kronfac.layers.attention import OUTPUT, AttentionProjection, splits_attention
+from kronfac.layers.shards import lasting
 from kronfac.options.config import Options
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
@@ -318,6 +319,7 @@ class Capture:
             return
         kept = state.layer.keep_call(inputs, product) if state.layer.keeps_inputs else []
         if sampled:
+            kept = lasting(state.layer.handle, inputs, kept)
             self.edges.append(Edge(state, forward_pass, kept, product))
         else:
             watch_product(product, partial(self._backward, state, forward_pass, kept))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kronfac.capture.capture import Capture
 from kronfac.capture.hooks import watch_gradient
+from kronfac.layers.shards import whole
 from kronfac.statistics.forward_pass import Pass
 
 
@@ -25,11 +26,12 @@ def watch_outputs(capture: Capture, outputs: Tensor) -> None:
             f"observe() got outputs of shape {tuple(outputs.shape)} after a forward of "
             f"{forward_pass.samples} samples: give what the model returned, samples first."
         )
-    forward_pass.see_outputs(outputs)
+    forward_pass.see_outputs(whole(outputs))
     watch_gradient(outputs, partial(_see, capture, forward_pass))
 
 
 def _see(capture: Capture, forward_pass: Pass, grad: Tensor | None) -> None:
     if grad is not None and not capture.is_paused:
+        grad = whole(grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
         forward_pass.see_output_gradient(capture.unscale(grad, wide))

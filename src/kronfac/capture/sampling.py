@@ -15,6 +15,7 @@ from kronfac.capture.fisher import Likelihood, exact_gradients, sampled_gradient
 from kronfac.capture.hooks import observing
 from kronfac.capture.loss_gradient import watch_outputs
 from kronfac.capture.sampling_arguments import advise, check_arguments, check_graph, graph_error
+from kronfac.layers.shards import whole
 from kronfac.options.advice import Advice
 from kronfac.options.config import Fisher
 from kronfac.statistics.running import count_dtype
@@ -80,6 +81,7 @@ class Observer:
                 "training mode and before backward()."
             )
         check_graph(outputs)
+        outputs = whole(outputs)
         advise(self.advice, self.fisher, outputs, likelihood, samples)
         scores = _scores(outputs)
         weights = term_mask(scores, mask, ignore_index)

@@ -71,6 +71,11 @@ class Coordinator(ABC):
     #: How many ranks observe the same samples.
     observers: int = 1
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether this is the rank among them whose rows are gathered."""
+        return True
+
     # --- who is there, and who does what --------------------------------------------------------
 
     @property

@@ -137,11 +137,17 @@ class Distributed(Coordinator):
         """The number of this rank's first sample; without better knowledge all have equally many."""
         if self.layout.is_local:
             return 0
-        step = self.observers  # neighbours, who have the same samples
-        first = self.world.rank // step * step
+        rank, sharding = self.world.rank, self.layout.sharding
+        before = range(rank) if sharding is None else sharding.before(rank)
         if self._samples:
-            return sum(self._samples[:first:step])
-        return total * first // self.world.size
+            return sum(self._samples[one] for one in before)
+        return total * len(before) * self.observers // self.world.size
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether no other rank gives the same rows to what is gathered."""
+        sharding = self.layout.sharding
+        return sharding is None or sharding.is_first(self.world.rank)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each of a few numbers over ranks."""

@@ -6,7 +6,7 @@ This is the only file that knows either. A part is a *box*: a range of each dime
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,10 @@ def mesh_copies(tensor: Tensor) -> Tensor:
 
     A mesh may be all ranks, or some dimensions of those, sliced, flattened or unflattened.
     """
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return _copies(tensor.device_mesh)  # type: ignore[attr-defined]
+
+
+def _copies(mesh: Any) -> Tensor:
     found: Tensor = mesh._layout.remap_to_tensor(mesh._rank_map)
     return found
 
@@ -229,6 +232,18 @@ def in_use(handle: Any, parameter: nn.Parameter) -> nn.Parameter:
     return found
 
 
+def lasting(handle: Any, inputs: Sequence[Any], kept: list[Any]) -> list[Any]:
+    """What is kept of a call beyond a backward pass, after which FSDP2 frees gathered parameters."""
+    sources = [getattr(one, "_base", None) if _is_view(one) else one for one in inputs]
+    if handle is None or not any(isinstance(one, nn.Parameter) for one in sources):
+        return kept
+    return [one.clone() if isinstance(one, Tensor) else one for one in kept]
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value._is_view()
+
+
 def accumulates(handle: Any) -> bool:
     """Whether FSDP2 holds gradients that it has not reduced yet, so that ``.grad`` is ``None``."""
     if handle is None:
@@ -244,9 +259,16 @@ def sums_gradients(model: nn.Module) -> bool:
     return any(group.gradient_divide_factor == 1 for group in _groups(model))
 
 
-def data_ranks(model: nn.Module) -> int | None:
-    """How many ranks FSDP2 divides batches among; ``None`` without it."""
-    return next((int(group.mesh_info.mesh.size()) for group in _groups(model)), None)
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 holds parameters of a model."""
+    return any(True for _ in _groups(model))
+
+
+def batch_parts(model: nn.Module, ranks: Sequence[int]) -> list[int]:
+    """Which part of a batch each of some global ranks has, by its place in FSDP2's mesh."""
+    copies = _copies(next(_groups(model)).mesh_info.mesh).flatten(1).tolist()
+    places = {rank: place for copy in copies for place, rank in enumerate(copy)}
+    return [places[rank] for rank in ranks]
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:

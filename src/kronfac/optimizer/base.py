@@ -208,6 +208,7 @@ class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
         change neither buffers nor gradients nor statistics.
         """
         check_closure(closure)
+        self._before_loading()
         preconditioner = self._preconditioner
         trial = Trial(preconditioner, self.base, self.param_groups, closure)
         loss: float | None = None
@@ -379,6 +380,7 @@ class Preconditioned(Hyperparameters, Binding, Inspection, Optimizer, Joinable):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         check_saved(state_dict)
+        self._before_loading()
         base, entries = checkpoint.split(state_dict, *self._names_and_shapes())
         check_entries(
             entries or {},

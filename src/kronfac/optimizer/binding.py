@@ -1,14 +1,15 @@
 """Which tensors an optimizer and its model have in common, and what happens if they are replaced.
 
 ``fully_shard``, ``to_empty`` and ``load_state_dict(assign=True)`` give a model new parameters. Where
-sharding has to do with it, the optimizer is bound to them before the next forward: each takes the place
-of the old one at the same position among the model's parameters.
+sharding has to do with it, the optimizer is bound to them before the next forward, or before state is
+loaded: each takes the place of the old one at the same position among the model's parameters.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -84,25 +85,38 @@ class Binding:
 
     def _watch_binding(self) -> RemovableHandle:
         self._bound = self._names()
-        hook = Hook(self._bind_again)
+        hook = Hook(self._before_forward)
         return self.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
-    def _bind_again(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a forward: look whether the model has other parameters by now."""
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._bind_again():
+            self._preconditioner.capture.open_forward(module, args, kwargs)
+
+    def _before_loading(self) -> None:
+        """Before state is loaded, or made by an empty step, which loaders do before any forward."""
+        if self._preconditioner.capture.forward_seen:
+            return
+        for before, after in self._bind_again().items():
+            if before.grad is not None and after.grad is None:
+                after.grad = torch.zeros_like(after)  # as the empty step's own
+
+    def _bind_again(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Look whether the model has other parameters by now, and be bound to them; by old ones."""
         preconditioner = self._preconditioner
         if preconditioner.detached or not any(map(self._is_replaced, preconditioner.watched())):
-            return
+            return {}
         new = [p for _, p in named_parameters(unwrap(self.model))]
         old = list(self._bound)[: len(new)]
         if [p.shape for p in old] != [p.shape for p in new]:
-            return  # the step will say so
+            return {}  # the step will say so
         if preconditioner.coordinator.is_partial:
             preconditioner.consolidate()
         state = self.__getstate__()
         self._release()
-        self._replace(dict(zip(old, new, strict=True)))
+        replaced = dict(zip(old, new, strict=True))
+        self._replace(replaced)
         self.__setstate__(state)
-        self._preconditioner.capture.open_forward(module, args, kwargs)
+        return replaced
 
     def _is_replaced(self, layer: Layer) -> bool:
         """Whether a layer's module has another parameter, and sharding has to do with it."""

@@ -39,12 +39,9 @@ def fold(
         running = running.faded(decay)
     else:
         running.decay(decay)
-    pending = state.pending
-    is_settled = name in pending.landed or name in pending.shared_sums
-    found = pending.contribution(name, normalizer, in_place=not preview)
+    found = state.pending.contribution(name, normalizer, in_place=not preview, share=share)
     if found is not None:
-        own = share if running.statistic.combine == "sum" and not is_settled else 1.0
-        running.add(*(found if own == 1.0 else (one * own for one in found)))
+        running.add(*found)
     return running.sum
 
 

@@ -225,6 +225,12 @@ def holds_all(state: LayerState, entry: Mapping[str, Any]) -> bool:
     return all(key in entry for key in wanted)
 
 
+def was_solved(state: LayerState, entry: Mapping[str, Any]) -> bool:
+    """Whether a layer had a solution when it was saved, on whichever rank."""
+    schedule = _own_part(state, entry).get("schedule")
+    return schedule is not None and int(schedule[0]) != _NEVER
+
+
 def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     """Restore one layer; tensors are copied, into the precision that the layer's factors have."""
     state.reset()
@@ -276,6 +282,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         state.solution = {name: read(f"solution.{name}", state.dtype_of(name)) for name in names}
     elif solved != _NEVER:
         state.forget_solution()
+        if all(one.sum is None for one in state.running.values()):
+            return
         warnings.warn(
             f"layer {state.name!r}: the checkpoint holds the solution of another solver; it is "
             "computed again from the saved statistics at the next step.",

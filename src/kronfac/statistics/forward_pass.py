@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kronfac.layers.shards import is_dtensor, whole
 from kronfac.statistics.running import count_dtype
 
 
@@ -27,7 +28,10 @@ class Pass:
 
     def count_terms(self, grad: Tensor) -> None:
         """Loss terms are the output positions that receive a gradient: masked ones receive none."""
-        self.terms = (grad.detach() != 0).any(-1).sum(dtype=count_dtype(grad.device))
+        entries = grad.detach() != 0
+        # Ranks with other classes add up how many entries a position has: torch adds booleans as well.
+        reached = whole(entries.sum(-1)) != 0 if is_dtensor(entries) else entries.any(-1)
+        self.terms = reached.sum(dtype=count_dtype(grad.device))
         self.hidden_scores = None
 
     def see_scores(self, dims: int, width: int, grad: Tensor | None) -> None:

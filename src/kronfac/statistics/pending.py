@@ -291,19 +291,35 @@ class Pending:
         self.held_outputs.clear()
 
     def contribution(
-        self, name: str, normalizer: Normalizer | None, in_place: bool = False
+        self,
+        name: str,
+        normalizer: Normalizer | None,
+        in_place: bool = False,
+        share: float = 1.0,
     ) -> tuple[Tensor, Tensor] | None:
         """What this step adds to a statistic's sum and count, if anything.
 
-        ``in_place`` uses up what is pending. Output statistics need the normaliser; one that would
-        overflow is dropped.
+        ``in_place`` uses up what is pending. ``share`` is this rank's share of what it has observed
+        itself. What was added up over ranks, and what all ranks see alike, stays as it is.
+        """
+        if name in self.shared_sums and self.shared_count is not None:
+            return self._with_shared(name, normalizer, share)
+        if name in self.landed:
+            return self.landed.pop(name)
+        own, statistic = self._observed(name, normalizer, in_place), self.block.statistics[name]
+        if own is None or share == 1.0 or statistic.combine == "gather" or statistic.is_replicated:
+            return own
+        return own[0] * share, own[1] * share
+
+    def _observed(
+        self, name: str, normalizer: Normalizer | None, in_place: bool
+    ) -> tuple[Tensor, Tensor] | None:
+        """Sum and count of what this layer has observed itself, if anything.
+
+        Output statistics need the normaliser; one that would overflow is dropped.
         """
         self.screen("input", "output")
         total, statistic = self.sums.get(name), self.block.statistics[name]
-        if name in self.shared_sums and self.shared_count is not None:
-            return self._with_shared(name, normalizer)
-        if name in self.landed:
-            return self.landed.pop(name)
         if total is None:
             return None
         if statistic.source == "input":
@@ -320,10 +336,12 @@ class Pending:
             self.dropped = self.dropped + ~fits
         return (total.mul_(kept) if in_place else total * kept), count
 
-    def _with_shared(self, name: str, normalizer: Normalizer | None) -> tuple[Tensor, Tensor]:
+    def _with_shared(
+        self, name: str, normalizer: Normalizer | None, share: float
+    ) -> tuple[Tensor, Tensor]:
         assert self.shared_count is not None
         total, count = self.shared_sums.pop(name), self.shared_count
-        own = self.contribution(name, normalizer)
+        own = self.contribution(name, normalizer, share=share)
         if own is None:
             return total, count
         return self.together(name, total, own[0]), count + own[1]

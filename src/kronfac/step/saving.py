@@ -12,6 +12,7 @@ from kronfac.layers.shards import local
 from kronfac.state import state_dict as checkpoint
 from kronfac.state.layer_state import LayerState
 from kronfac.statistics.screening import screen_all
+from kronfac.step.lost_statistics import forget_lost
 
 if TYPE_CHECKING:
     from kronfac.step.pipeline import Preconditioner
@@ -94,11 +95,15 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
     """See :meth:`Preconditioner.load_entries`."""
     preconditioner.capture.clear()
     preconditioner.clock.step, preconditioner.clock.last_factor = 0, None
-    for (parameter, _), state in preconditioner.layers.items():
-        checkpoint.load_layer(state, entries.get(names[parameter], {}))
     states, coordinator = list(preconditioner.layers.values()), preconditioner.coordinator
+    solved = []
+    for (parameter, _), state in preconditioner.layers.items():
+        checkpoint.load_layer(state, entry := entries.get(names[parameter], {}))
+        if checkpoint.was_solved(state, entry):
+            solved.append(state)
     saved = saved_groups(preconditioner, names, entries)
     preconditioner.inputs.finish_loading(states, saved, coordinator)
+    lacks = forget_lost(solved)
     preconditioner.rows.loaded(preconditioner.layers.values(), preconditioner.coordinator)
     damping = preconditioner.schedules.adaptive("damping")
     if damping is not None:
@@ -118,6 +123,8 @@ def load(preconditioner: Preconditioner, names: Names, entries: Entries) -> None
             preconditioner.clock.last_factor = None if last < 0 else last
         if "random" in entry:
             preconditioner.observer.set_random_state(entry["random"])
+    if entries and coordinator.largest([float(lacks)])[0]:
+        preconditioner.clock.last_factor = None  # the next step takes statistics
 
 
 def resume(

@@ -17,6 +17,10 @@ def settle(states: Sequence[LayerState], coordinator: Coordinator, step: int) ->
         state.pending.settle(state.solution_in_use)
         observe_gradient(state, list(state.running), coordinator)
         for name, running in state.running.items():
-            if running.statistic.combine == "gather" and state.pending.has_observed(name):
+            if running.statistic.combine != "gather":
+                continue
+            if not coordinator.gives_rows:
+                state.pending.sums.pop(name, None)
+            if state.pending.has_observed(name):
                 running.gathered_at = step
         state.has_new_statistics = True

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from kronfac.distributed.comm.process_group import ProcessGroup
-from kronfac.layers.shards import box_of, data_ranks, is_dtensor, is_whole, mesh_copies, part_of
+from kronfac.layers.shards import (
+    batch_parts,
+    box_of,
+    is_dtensor,
+    is_fully_sharded,
+    is_whole,
+    mesh_copies,
+    part_of,
+)
 from kronfac.placement.grid import divisors
 from kronfac.placement.scheme import Distribute
 
@@ -20,11 +28,27 @@ class Sharding:
 
     Args:
         replicas: how many groups of ranks hold all shards.
-        observers: how many ranks see the same samples: those of tensor parallelism.
+        parts: by rank, which part of a batch it sees; the ranks of tensor parallelism see the same.
     """
 
     replicas: int
-    observers: int = 1
+    parts: tuple[int, ...]
+
+    @property
+    def observers(self) -> int:
+        """How many ranks see the same samples."""
+        return len(self.parts) // len(set(self.parts))
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank is the first of those that see the same samples."""
+        return self.parts.index(self.parts[rank]) == rank
+
+    def before(self, rank: int) -> list[int]:
+        """Ranks whose samples come before those of a rank, one of each that see the same."""
+        first: dict[int, int] = {}
+        for one, part in enumerate(self.parts):
+            first.setdefault(part, one)
+        return [one for part, one in first.items() if part < self.parts[rank]]
 
     def part_weight(self, world: ProcessGroup, parameter: nn.Parameter) -> float:
         """One over the number of ranks that hold the same part of a parameter as this one."""
@@ -43,10 +67,10 @@ def sharding_of(
     sharded = {p: name for p, name in placed.items() if not is_whole(p)}
     if not sharded:
         return None
-    ranks, data = world.global_ranks, data_ranks(model)
+    ranks, fully = world.global_ranks, is_fully_sharded(model)
     for parameter in _unlike(sharded):
         _check_ranks(ranks, _reached(ranks, [parameter]), sharded[parameter])
-    if data is not None:  # copies of a mesh that no other mesh connects are other stages of a model
+    if fully:  # copies of a mesh that no other mesh connects are other stages of a model
         own = _reached([ranks[world.rank]], _unlike(placed))
         _check_ranks(ranks, own, next(iter(sharded.values())))
     if settings.scheme not in ("auto", "mem-opt"):
@@ -54,9 +78,19 @@ def sharding_of(
             f"distribute={str(settings.scheme)!r} is for whole parameters; those of this model are "
             "sharded, which decides who works on what: leave distribute='auto'."
         )
-    parts = [[part_of(p, rank) for rank in ranks] for p in _unlike(sharded)]
-    apart = len(set(zip(*parts, strict=True)))  # so many ranks hold the whole model together
-    return Sharding(_replicas(parts), world.size // (data or world.size // apart))
+    held = [[part_of(p, rank) for rank in ranks] for p in _unlike(sharded)]
+    parts = batch_parts(model, ranks) if fully else _times(list(zip(*held, strict=True)))
+    return Sharding(_replicas(held), tuple(parts))
+
+
+def _times(values: Sequence[Hashable]) -> list[int]:
+    """How often each value has come before: as many ranks as hold other parts see the same samples."""
+    seen = Counter[Hashable]()
+    found = []
+    for value in values:
+        found.append(seen[value])
+        seen[value] += 1
+    return found
 
 
 def _unlike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
