@@ -14,8 +14,9 @@ from kronfac.capture.waiting import WaitingInputs
 from kronfac.layers.rows import Rows
 from kronfac.layers.shards import whole
 from kronfac.state.layer_state import LayerState
+from kronfac.statistics.contributions import context_of
 from kronfac.statistics.forward_pass import Pass
-from kronfac.statistics.pending import Pending, context_of
+from kronfac.statistics.pending import Pending
 from kronfac.statistics.sampled import Stride
 
 

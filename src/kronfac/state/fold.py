@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kronfac.state.layer_state import LayerState
+from kronfac.statistics.contributions import largest_sum
 from kronfac.statistics.normalizer import Normalizer
-from kronfac.statistics.pending import Pending, largest_sum
+from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import Running
 from kronfac.statistics.screening import add_dropped, screen_all, sizes_of
 

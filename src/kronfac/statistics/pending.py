@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kronfac.layers.channel_sums import ChannelSums
 from kronfac.layers.rows import DenseRows, Rows
-from kronfac.protocol.block import Block, Context, Tensors
-from kronfac.statistics.contributions import Summed, Unscreened
+from kronfac.protocol.block import Block, Tensors
+from kronfac.statistics.contributions import Summed, Unscreened, context_of, largest_sum
 from kronfac.statistics.forward_pass import Pass
 from kronfac.statistics.normalizer import Normalizer
 from kronfac.statistics.running import count_dtype, new_count
@@ -21,16 +21,6 @@ _generations = itertools.count()
 
 def _as_tensor(held: Tensor | Rows) -> Tensor:
     return held.summed() if isinstance(held, Rows) else held
-
-
-def largest_sum(dtype: torch.dtype) -> float:
-    """A contribution that is larger than this could overflow when others are added."""
-    return torch.finfo(dtype).max * 2.0**-16
-
-
-def context_of(forward_pass: Pass, solution: Tensors | None) -> Context:
-    """What a block may know while it observes rows of a pass."""
-    return Context(solution, forward_pass.outputs, forward_pass.output_gradient)
 
 
 class Pending:
