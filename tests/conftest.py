@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 # Tests run side by side, and so do the ranks and programs that some of them start: one thread each.
@@ -33,3 +34,11 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def hears_hangups() -> Iterator[None]:
+    """Hear of a closed terminal, also where tests run under ``nohup``, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

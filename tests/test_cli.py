@@ -104,6 +104,7 @@ def test_the_default_recipe_is_there_without_any_data() -> None:
     assert os.listdir("runs") == ["digits-kfac-s0"]
 
 
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

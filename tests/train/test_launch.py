@@ -68,6 +68,7 @@ def test_a_sentence_of_all_ranks_is_said_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err == "kronfac: no such file.\n"
 
 
+@pytest.mark.usefixtures("hears_hangups")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_signals_reach_all_ranks(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

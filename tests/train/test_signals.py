@@ -10,7 +10,7 @@ from kronfac.train.launch.signals import SIGNALS, Interruption
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers(hears_hangups: None) -> Iterator[None]:
     """Leave the handlers of the tests as they were."""
     before = {one: signal.getsignal(one) for one in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
