@@ -97,7 +97,10 @@ def bound(size: int, widths: Sequence[int] = SQUARE) -> float:
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("options", [DEFAULT, PLAIN], ids=["default", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(DEFAULT, id="default"), pytest.param(PLAIN, id="plain", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("size", [2, FOUR])
 def test_no_rank_ever_holds_all_statistics(size: int, options: dict[str, Any]) -> None:
     for found in run(size, peaks, options):
@@ -112,7 +115,8 @@ def test_micro_batches_take_no_more() -> None:
         assert max(found.values()) <= bound(4), found
 
 
-@pytest.mark.parametrize("size", [2, FOUR])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_wide_layers_keep_no_more_inverses_than_there_is_room_for(size: int) -> None:
     """With S = 3N statistics on their way reach the bound; steps without them stay well within it."""
     for found in run(size, peaks, DEFAULT, WIDE):
