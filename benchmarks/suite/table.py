@@ -100,7 +100,7 @@ def print_tables(rows: Rows, ablation: Variants, levers: Variants) -> None:
 def _print_main(rows: Rows) -> None:
     names = [name for name in ORDER[1:] if any(row["optimizer"] == name for row in rows)]
     print(
-        "Everybody at its best rate, K-FAC also at its default rate, 0.1; means of three seeds.\n"
+        "Everybody at its best rate, K-FAC also at its default rate, 0.1; means of all seeds run.\n"
     )
     print("| task | judged by | K-FAC at 0.1 | K-FAC | " + " | ".join(names) + " | place at 0.1 |")
     print("|---" * (len(names) + 5) + "|")
