@@ -1,8 +1,10 @@
 """Fixtures for all tests."""
 
+import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 
 # Tests run side by side, and so do the ranks and programs that some of them start: one thread each.
@@ -20,11 +22,24 @@ settings.register_profile("kronfac", patient, derandomize=True)
 settings.load_profile("kronfac")
 
 
+#: How many modules were imported when the collector was last told to leave alone what there is.
+_frozen = 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Give every test the same random numbers, whichever tests have run before it in this process."""
+    """Give every test the same random numbers, whichever tests have run before it in this process.
+
+    What imports leave behind is not looked at again by the garbage collector: runs and optimizers call
+    it, and with trainers and compilers in memory that takes a second each time.
+    """
+    global _frozen
     random.seed(0)
     torch.manual_seed(0)
+    if len(sys.modules) > _frozen + 50:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
 
 
 @pytest.fixture
