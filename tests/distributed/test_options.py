@@ -46,6 +46,8 @@ CASES = [
     case("mlp", wrap={"bucket_cap_mb": 1e-4, "find_unused_parameters": True}, steps=5),
     case("cnn", rescale="trust-region", trust_radius=1e-5, base="sgd", momentum=0.9, steps=5),
     case("cnn", solver="separable", steps=5),
+    case("mlp", block_dim=3, steps=5),
+    case("transformer", block_dim=2, rescale="auto", base="sgd", momentum=0.9, steps=5),
 ]
 
 #: Each case runs under three of these; `-m slow` runs them all.

@@ -21,6 +21,7 @@ VARIANTS: dict[str, Variant] = {
     "HyLo exact": ("HyLo", {"mode": "kis", "rank": 1.0}),
     "IEF": ("IEF", {}),
     "KFAC": ("KFAC", {}),
+    "KFAC blocks": ("KFAC", {"block_dim": 3}),
     "EKFAC": ("EKFAC", {}),
     "EKFAC-gradient": ("EKFAC", {"moments": "gradient"}),
     "EKFAC-reduce": ("EKFAC", {"sharing": "reduce", "moments_decay": 0.9}),

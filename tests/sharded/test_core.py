@@ -28,6 +28,7 @@ def test_options_that_look_at_whole_gradients() -> None:
         (case("mlp", steps=4, rescale="auto", momentum=0.9, nesterov=True), Way()),
         (case("transformer", steps=3, micro=2, fisher="exact"), Way()),
         (case("mlp", steps=3, method="MLBFGS"), Way()),
+        (case("mlp", steps=3, block_dim=3), Way()),
         # A norm whose input is a parameter, of which FSDP2 frees the memory after each draw.
         (case("positions", steps=2, fisher="exact"), Way("model")),
     )

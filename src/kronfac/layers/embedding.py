@@ -16,6 +16,7 @@ class EmbeddingLayer(TransposedLinearLayer):
 
     module: nn.Embedding
     picks_columns = True
+    has_units = False
     keeps_inputs = True
 
     @property

@@ -36,6 +36,9 @@ class Layer(ABC):
     unit_wise = False
     #: Whether each row picks a column of the weight (embeddings), which makes ``A`` diagonal.
     picks_columns = False
+    #: Whether rows are those of units without neighbours or groups, of which some can be told apart
+    #: from others by their number alone.
+    has_units = False
     #: Whether the rows of neighbouring positions consist of the same inputs, for the most part.
     overlaps = False
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward pass.

@@ -15,6 +15,8 @@ from kronfac.layers.rows import DenseRows, Rows
 class LinearLayer(Layer):
     """``y = x Wᵀ + b``: the weight is ``[d_out, d_in]`` and already the matrix."""
 
+    has_units = True
+
     def inputs(self, args: tuple[Any, ...]) -> Rows:
         """See :meth:`Layer.inputs`."""
         return DenseRows(self.rows(args[0]), ones=self.bias_trains)

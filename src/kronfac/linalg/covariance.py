@@ -66,7 +66,8 @@ def _rounded_gram(rows: Tensor, total: Tensor) -> Tensor:
     """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum."""
     count, width = rows.shape[-2:]
     mean = total / count
-    centred = torch.empty_like(rows, dtype=torch.bfloat16)
+    # In memory of its own order: products of bfloat16 numbers are slow at strides.
+    centred = rows.new_empty(rows.shape, dtype=torch.bfloat16)
     torch.sub(rows, mean.unsqueeze(-2), out=centred)
     out = rows.new_empty(*rows.shape[:-2], width, width)
     _gram_into(out, centred)

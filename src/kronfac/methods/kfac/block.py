@@ -73,6 +73,7 @@ class KFACBlock(Block):
         per_sample: bool,
         picks_columns: bool = False,
         power: float = 1.0,
+        cut: frozenset[str] = frozenset(),
     ) -> None:
         *batch, d_out, d_in = shape
         self.shape = shape
@@ -82,9 +83,9 @@ class KFACBlock(Block):
         if not picks_columns:
             self.leaves_out = "samples" if per_sample else "rows"
         self.picks_columns = picks_columns
-        dense_input = d_in <= max_dim and not picks_columns
+        dense_input = (d_in <= max_dim or "A" in cut) and not picks_columns
         self.forms: dict[str, Form] = {"A": "dense" if dense_input else "diagonal"}
-        self.forms["G"] = "dense" if d_out <= max_dim else "diagonal"
+        self.forms["G"] = "dense" if d_out <= max_dim or "G" in cut else "diagonal"
         if not output_factor:
             self.forms["G"] = "identity"
         self.widths = {"A": d_in, "G": d_out}

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from kronfac.adaptive.relative import Relative
 from kronfac.layers.selection import Selection
+from kronfac.methods.kfac.block_diagonal import BlockDim
 from kronfac.methods.kfac.method import KFACMethod, Sharing, SolverOption
 from kronfac.optimizer.base import Preconditioned
 from kronfac.optimizer.calling import explained
@@ -66,6 +67,11 @@ class KFAC(Preconditioned):
         row_form: precondition linear layers that are wider than a step has rows from these rows, if the
             solver finds one matrix for each side (not ``"eigen"``). Nothing changes but the cost.
         max_dim: a side wider than this keeps only its diagonal.
+        block_dim: a side of a linear layer that is wider than this is cut into equal blocks, at most so
+            wide, of which each is decomposed by itself (``G ⊗ A`` is then block-diagonal), whatever
+            ``max_dim`` is. ``None`` cuts no side. ``"auto"`` cuts sides that are at least 256 wide and
+            twice as wide as the other, into blocks about as wide as that, or 128; only where steps
+            become orthogonal and damping is relative, as by default, and ``solver="auto"``.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
             terms, for outputs with the classes last), a number, or ``None`` for a sum.
         include: only these modules, by name pattern (``"layer1.*"``) or type.
@@ -104,6 +110,7 @@ class KFAC(Preconditioned):
         solver: SolverOption = "auto",
         power: float = 1.0,
         max_dim: int = 8192,
+        block_dim: BlockDim = "auto",
         **common: Unpack[Common],
     ) -> None:
         method = KFACMethod(
@@ -111,6 +118,7 @@ class KFAC(Preconditioned):
             solver=solver,
             power=power,
             max_dim=max_dim,
+            block_dim=block_dim,
             output_factor=common.get("fisher") != "forward",
             hides_form=_hides_form(common),
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from kronfac.adaptive.relative import Relative
 from kronfac.layers import Layer
 from kronfac.methods.kfac.block import KFACBlock, choose_solver
+from kronfac.methods.kfac.block_diagonal import BlockDiagonalBlock, BlockDim, pieces_of
 from kronfac.methods.kfac.separable import SeparableBlock, applies
 from kronfac.methods.kfac.thermodynamic import (
     CovarianceBlock,
@@ -43,6 +44,7 @@ class KFACMethod(Method):
     solver: SolverOption = "auto"
     power: float = 1.0
     max_dim: int = 8192
+    block_dim: BlockDim = "auto"
     output_factor: bool = True
     hides_form: bool = False
 
@@ -51,6 +53,7 @@ class KFACMethod(Method):
         if not isinstance(self.solver, Thermodynamic):
             check_choice("solver", self.solver, SOLVERS)
         check_count("max_dim", self.max_dim)
+        check_block_dim(self.block_dim, self.solver)
         check_power(self.power)
         if self.power != 1 and self.solver not in ("auto", "eigen"):
             raise ValueError(
@@ -96,12 +99,22 @@ class KFACMethod(Method):
         if self.device is not None:
             made = CovarianceBlock if self.device.method == 1 else LinearSystemsBlock
             return made(shape, dtype, device=self.device, **common)
+        pieces = self._pieces(layer)
+        if pieces:
+            return BlockDiagonalBlock(shape, dtype, pieces=pieces, bias=layer.bias_trains, **common)
         solver = self._solver(max(shape[-2:]))
         if solver == "separable":
             if applies(shape, self.max_dim, self.output_factor) and not layer.picks_columns:
                 return SeparableBlock(shape, dtype, **common)
             solver = "eigen"  # two products at most
         return KFACBlock(shape, dtype, solver=solver, **common)
+
+    def _pieces(self, layer: Layer) -> dict[str, int]:
+        """Into how many blocks the sides of a layer are cut, if they are."""
+        if self.block_dim == "auto" and not (self.hides_form and self.solver == "auto"):
+            return {}
+        pieces = pieces_of(layer, self.block_dim, self.max_dim)
+        return pieces if self.output_factor else {s: n for s, n in pieces.items() if s == "A"}
 
     def _solver(self, width: int) -> Any:
         """How a layer is solved whose wider side is this wide."""
@@ -110,6 +123,22 @@ class KFACMethod(Method):
         if self.solver == "auto" and self.hides_form and choose_solver(width) == "eigen":
             return "separable"
         return self.solver
+
+
+def check_block_dim(block_dim: BlockDim, solver: SolverOption) -> None:
+    """Raise unless sides can be cut like this, and solved then."""
+    if block_dim is None or block_dim == "auto":
+        return
+    if isinstance(block_dim, str):
+        raise ValueError(
+            f"block_dim={block_dim!r} must be a number of units, 'auto', or None to cut no side."
+        )
+    check_count("block_dim", block_dim)
+    if solver not in ("auto", "eigen", "separable"):
+        raise ValueError(
+            f"block_dim={block_dim!r} cuts sides into blocks that are decomposed, which "
+            f"solver={solver!r} does not do; choose solver='eigen' or block_dim=None."
+        )
 
 
 def check_power(power: float, options: Options | None = None) -> None:
