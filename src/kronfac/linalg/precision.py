@@ -27,11 +27,16 @@ def _switches() -> tuple[Any, ...]:
     return (*cuda, cpu.matmul, cpu.conv)
 
 
+def _rounding() -> list[tuple[Any, str]]:
+    """What would round now, and how."""
+    found = [(one, one.fp32_precision) for one in _switches()]
+    return [(one, before) for one, before in found if before in _NARROW]
+
+
 @contextmanager
 def full_products() -> Iterator[None]:
     """Multiply float32 in float32 inside, and leave the program's choice as it was."""
-    changed = [(one, one.fp32_precision) for one in _switches()]
-    changed = [(one, before) for one, before in changed if before in _NARROW]
+    changed = _rounding()
     try:
         for one, _ in changed:
             one.fp32_precision = _FULL
@@ -46,6 +51,8 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _rounding():  # as by default; many such functions are called in a step
+            return function(*args, **kwargs)
         with full_products():
             return function(*args, **kwargs)
 
