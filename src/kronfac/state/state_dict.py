@@ -196,8 +196,8 @@ def check_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
         if key in entry and not fits(shape, entry[key]):
             raise ValueError(
                 f"layer {state.name!r}: {key} is {tuple(entry[key].shape)} in the checkpoint and "
-                f"{shape} here; load it with the same bias, max_dim, block_dim, sharing and fisher as it was "
-                "saved with."
+                f"{shape} here; load it with the same bias, max_dim, block_dim, sharing and fisher as it "
+                "was saved with."
             )
 
 

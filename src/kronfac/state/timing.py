@@ -42,7 +42,7 @@ class Phases:
     def __call__(self, name: str, layer: str | None = None) -> AbstractContextManager[None]:
         """Mark the enclosed work as one phase, or as what a phase does for one layer."""
         mark: AbstractContextManager[None] = _UNTIMED
-        if torch.autograd._profiler_enabled():  # marks that nobody reads take time all the same
+        if torch._C._autograd._profiler_enabled():  # marks that nobody reads take time all the same
             mark = torch.profiler.record_function(f"kronfac.{name}")
         return mark if self._seconds is None else _timed(mark, self._seconds, name, layer)
 
