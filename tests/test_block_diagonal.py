@@ -222,7 +222,9 @@ def test_which_sides_are_cut_by_default() -> None:
     assert pieces(3072, 768) == {"A": 4}
     assert pieces(2048, 5504) == {"G": 2}  # 2 x 2752 is nearer to 2048 than 4 x 1376
     assert pieces(8192, 28672) == {}  # as wide as this only the diagonal is kept
-    assert pieces(2048, 10) == {"A": 16}  # at least 128 wide
+    assert pieces(96, 288) == {"G": 3}
+    assert pieces(784, 128) == {"A": 7}  # 7 x 112
+    assert pieces(2048, 10) == {"A": 16}  # 128 wide beside few outputs
     assert pieces(784, 400) == {}
     assert pieces(128, 255) == {}
     assert pieces(100, 257) == {}  # a prime has no equal parts

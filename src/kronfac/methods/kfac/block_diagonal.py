@@ -32,8 +32,9 @@ BlockDim = int | None | Literal["auto"]
 #: Numbers of blocks of the sides that are cut, by side.
 Pieces = Mapping[str, int]
 
-#: ``block_dim="auto"`` cuts sides from this width on, into blocks that are not much narrower than this.
-LEAST_CUT, LEAST_BLOCK = 256, 128
+#: ``block_dim="auto"`` cuts sides from this width on, into blocks that are no narrower than this, and
+#: about as wide as the other side, or as this where that is narrower still.
+LEAST_CUT, LEAST_BLOCK, USUAL_BLOCK = 256, 64, 128
 
 
 def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]:
@@ -55,7 +56,7 @@ def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]
 
 def _natural(width: int, other: int) -> int:
     """Blocks that are about as wide as the other side, if they are equal and save much."""
-    goal = max(other, LEAST_BLOCK)
+    goal = other if other >= LEAST_BLOCK else USUAL_BLOCK
     if width < max(LEAST_CUT, 2 * goal):
         return 1
     counts = [count for count in range(1, width // LEAST_BLOCK + 1) if width % count == 0]
