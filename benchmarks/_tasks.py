@@ -48,7 +48,7 @@ _TEXT_RATES = {
 TABLE = ("cifar10", "fashion-mnist", "text")
 _LENGTHS = (80, 120, 160, 220, 300, 400, 560, 720)
 
-_IMAGE_OTHERS = {"muon": 0.125, "kfac": 1.0}
+_IMAGE_OTHERS = {"muon": 0.125}
 _DIGITS_LENGTHS = (40, 60, 80, 120, 160, 240, 320)
 _TEXT_LENGTHS = (70, 100, 140, 200, 280, 400)
 

@@ -58,9 +58,10 @@ LEVERS: dict[str, dict[str, Any]] = {
     "rows=None": {"rows": None},
     "share_inputs=False": {"share_inputs": False},
     "products='float32'": {"products": "float32"},
+    "block_dim=None": {"block_dim": None},
+    "block_dim=None, solver='eigen'": {"block_dim": None, "solver": "eigen"},
     "rescale='unit' (no polar)": {"rescale": "unit"},
     "rescale=None": {"rescale": None},
-    "solver='separable'": {"solver": "separable"},
     "solver='cholesky'": {"solver": "cholesky"},
     "exclude norms": {"exclude": [torch.nn.LayerNorm, torch.nn.BatchNorm2d, torch.nn.RMSNorm]},
 }

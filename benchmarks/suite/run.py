@@ -46,6 +46,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     'four products (`solver="eigen"`)': {"solver": "eigen"},
     'no bfloat16 (`products="float32"`)': {"products": "float32"},
     "all rows (`rows=None`)": {"rows": None},
+    "whole sides (`block_dim=None`)": {"block_dim": None},
 }
 
 
