@@ -220,14 +220,16 @@ def test_which_sides_are_cut_by_default() -> None:
     assert pieces(768, 2304) == {"G": 3}  # queries, keys and values
     assert pieces(768, 3072) == {"G": 4}
     assert pieces(3072, 768) == {"A": 4}
-    assert pieces(2048, 5504) == {"G": 2}  # 2 x 2752 is nearer to 2048 than 4 x 1376
-    assert pieces(8192, 28672) == {}  # as wide as this only the diagonal is kept
     assert pieces(96, 288) == {"G": 3}
-    assert pieces(784, 128) == {"A": 7}  # 7 x 112
-    assert pieces(2048, 10) == {"A": 16}  # 128 wide beside few outputs
+    assert pieces(2048, 5504) == {"G": 2}  # 2 x 2752 is nearer to 2048 than 4 x 1376
+    assert pieces(2048, 7168) == {"G": 4}
+    assert pieces(8192, 28672) == {}  # as wide as this only the diagonal is kept
+    assert pieces(1536, 128) == {}  # more than six times as wide
+    assert pieces(512, 10) == {}
     assert pieces(784, 400) == {}
-    assert pieces(128, 255) == {}
-    assert pieces(100, 257) == {}  # a prime has no equal parts
+    assert pieces(784, 256) == {}  # no equal blocks are a multiple of 16 wide
+    assert pieces(64, 192) == {}
+    assert pieces(100, 257) == {}
 
 
 def test_which_sides_are_cut_by_a_number() -> None:

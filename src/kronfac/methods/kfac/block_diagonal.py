@@ -32,9 +32,13 @@ BlockDim = int | None | Literal["auto"]
 #: Numbers of blocks of the sides that are cut, by side.
 Pieces = Mapping[str, int]
 
-#: ``block_dim="auto"`` cuts sides from this width on, into blocks that are no narrower than this, and
-#: about as wide as the other side, or as this where that is narrower still.
-LEAST_CUT, LEAST_BLOCK, USUAL_BLOCK = 256, 64, 128
+#: ``block_dim="auto"`` cuts sides from this width on, that are so many times as wide as the other side,
+#: at least and at most, if that is no narrower than this. Still wider ones belong to layers that read
+#: flattened maps, or to heads of few classes: what they know of their inputs is worth its price there.
+LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2, 6, 64
+#: Widths of blocks are multiples of this, which products are fast at, and differ from that of the other
+#: side by no more than this factor.
+MULTIPLE, MOST_UNLIKE = 16, 1.5
 
 
 def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]:
@@ -55,12 +59,15 @@ def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]
 
 
 def _natural(width: int, other: int) -> int:
-    """Blocks that are about as wide as the other side, if they are equal and save much."""
-    goal = other if other >= LEAST_BLOCK else USUAL_BLOCK
-    if width < max(LEAST_CUT, 2 * goal):
+    """Blocks that are about as wide as the other side, if there are equal ones and they save much."""
+    if width < LEAST_CUT or other < LEAST_OTHER:
         return 1
-    counts = [count for count in range(1, width // LEAST_BLOCK + 1) if width % count == 0]
-    return min(counts, key=lambda count: max(width / count / goal, goal * count / width))
+    if not LEAST_RATIO <= width / other <= MOST_RATIO:
+        return 1
+    counts = [n for n in range(1, width // MULTIPLE + 1) if width % (n * MULTIPLE) == 0]
+    unlike = {n: max(width / n / other, other * n / width) for n in counts}
+    best = min(unlike, key=unlike.__getitem__, default=1)
+    return best if unlike.get(best, math.inf) <= MOST_UNLIKE else 1
 
 
 def _least(width: int, block_dim: int) -> int:
