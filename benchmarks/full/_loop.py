@@ -56,6 +56,8 @@ def optimizer_of(run: Run, model: nn.Module, **options: Any) -> Any:
     base = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
     if run.damping is not None:
         options["damping"] = run.damping
+    if run.optimizer == "K-FAC, whole sides":
+        options["block_dim"] = None
     return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
 
 

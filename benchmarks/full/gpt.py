@@ -1,6 +1,6 @@
 """A byte-level GPT of 3.3 M parameters on the source text of Python: K-FAC beside Muon with AdamW.
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/full/gpt.py search|K-FAC|Muon|cost
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/full/gpt.py search|K-FAC|"K-FAC, whole sides"|Muon|cost
 
 Text: the first 20 MB of the .py files of the running Python's standard library (bytes; every tenth
 stretch of 64 windows is for testing). Width 256, 4 blocks, windows of 128, batch 32 (4,096 tokens a
@@ -8,8 +8,8 @@ step), bf16 autocast for both, a warm-up of 5 % and a linear decay to zero, no w
 tries three settings of K-FAC and four of Muon at a quarter of the length, and the full runs take the
 best of them; Muon's AdamW has a rate of its own. K-FAC also gets schedules of three quarters and of
 half the length: how many tokens does it need for the loss that Muon reaches with all of them (goal:
-25 % fewer)? About 25 minutes in all. Lines in `results/full/gpt.jsonl`; a run that was stopped resumes
-from its last evaluation.
+25 % fewer)? `K-FAC, whole sides` has `block_dim=None`. About 35 minutes in all. Lines in
+`results/full/gpt.jsonl`; a run that was stopped resumes from its last evaluation.
 """
 
 import sys
@@ -68,7 +68,7 @@ def make(run: Run) -> tuple[Any, Any, Callable[[int], Tensor], Callable[[], Mapp
         losses = [float(loss_of(*source.test_batch(part))) for part in parts]
         return {"test": sum(losses) / len(losses)}
 
-    options = {"loss_average": "token"} if run.optimizer == "K-FAC" else {}
+    options = {"loss_average": "token"} if run.optimizer.startswith("K-FAC") else {}
     return model, optimizer_of(run, model, **options), loss_at, evaluate
 
 
@@ -87,7 +87,7 @@ def best(name: str, steps: int) -> Run:
     """The best setting of the search, for a schedule of `steps`."""
     ends = [
         (row["test"], run)
-        for run in SEARCH[name]
+        for run in SEARCH[name.split(",")[0]]
         for row in read("gpt", run)
         if row["step"] == run.steps and "test" in row
     ]
@@ -103,7 +103,7 @@ def main(*names: str) -> None:
         if name == "search":
             runs = [run for own in SEARCH.values() for run in own]
         else:
-            lengths = (STEPS, 3 * STEPS // 4, STEPS // 2) if name == "K-FAC" else (STEPS,)
+            lengths = (STEPS, 3 * STEPS // 4, STEPS // 2) if name.startswith("K-FAC") else (STEPS,)
             runs = [best(name, steps) for steps in lengths]
         for run in runs:
             train("gpt", run, *make(run), every=20)

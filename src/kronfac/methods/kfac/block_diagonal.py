@@ -35,7 +35,7 @@ Pieces = Mapping[str, int]
 #: ``block_dim="auto"`` cuts sides from this width on, that are so many times as wide as the other side,
 #: at least and at most, if that is no narrower than this. Still wider ones belong to layers that read
 #: flattened maps, or to heads of few classes: what they know of their inputs is worth its price there.
-LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2, 6, 64
+LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2, 6, 128
 #: Widths of blocks are multiples of this, which products are fast at, and differ from that of the other
 #: side by no more than this factor.
 MULTIPLE, MOST_UNLIKE = 16, 1.5
