@@ -40,13 +40,12 @@ ABLATION: dict[str, dict[str, Any]] = {
 }
 
 #: Levers that are on by default and change numbers, each turned off. Shared inputs and the row form do
-#: not, but for rounding.
+#: not, but for rounding, and no layer of these tasks is wide enough to be cut into blocks.
 LEVERS: dict[str, dict[str, Any]] = {
     "default": {},
     'four products (`solver="eigen"`)': {"solver": "eigen"},
     'no bfloat16 (`products="float32"`)': {"products": "float32"},
     "all rows (`rows=None`)": {"rows": None},
-    "whole sides (`block_dim=None`)": {"block_dim": None},
 }
 
 
