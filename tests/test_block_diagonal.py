@@ -11,8 +11,10 @@ from torch.optim import SGD
 
 import kronfac
 from kronfac.layers.linear import LinearLayer
+from kronfac.layers.rows import DenseRows
 from kronfac.methods.kfac.block_diagonal import BlockDiagonalBlock, pieces_of
 from kronfac.methods.kfac.separable import SeparableBlock
+from kronfac.step.sampled_rows import SampledRows
 
 GAMMA = 0.05
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -221,8 +223,9 @@ def test_which_sides_are_cut_by_default() -> None:
     assert pieces(768, 3072) == {"G": 4}
     assert pieces(3072, 768) == {"A": 4}
     assert pieces(96, 288) == {}  # too small to save anything
-    assert pieces(2048, 5504) == {"G": 2}  # 2 x 2752 is nearer to 2048 than 4 x 1376
+    assert pieces(1024, 2752) == {"G": 2}  # 2 x 1376 is nearer to 1024 than 4 x 688
     assert pieces(2048, 7168) == {"G": 4}
+    assert pieces(3072, 8192) == {}  # so wide a side is not decomposed
     assert pieces(8192, 28672) == {}  # as wide as this only the diagonal is kept
     assert pieces(1536, 128) == {}  # more than six times as wide
     assert pieces(512, 10) == {}
@@ -238,6 +241,47 @@ def test_which_sides_are_cut_by_a_number() -> None:
     assert pieces(16384, 64, 4096, max_dim=8192) == {"A": 4}
     assert pieces(257, 64, 128) == {}
     assert pieces(257, 64, None) == {}
+
+
+def test_a_side_without_equal_blocks_keeps_its_diagonal_where_it_is_too_wide() -> None:
+    for widths in ((16, 11), (11, 16)):
+        model = nn.Linear(*widths)
+        optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), block_dim=8, max_dim=8)
+        model(torch.randn(5, widths[0])).square().mean().backward()
+        optimizer.step()
+        (state,) = optimizer.layers
+        cut, whole = ("A", "G") if widths[0] == 16 else ("G", "A")
+        assert state.running[cut].sum.shape == (2, 8, 8)
+        assert state.running[whole].sum.dim() == 1
+
+
+class Scaled(LinearLayer):
+    """Rows of its own: a bias that is multiplied by a tenth."""
+
+    def inputs(self, args: tuple[Any, ...]) -> DenseRows:
+        rows = self.rows(args[0])
+        return DenseRows(torch.cat([rows, rows.new_full((*rows.shape[:-1], 1), 0.1)], -1))
+
+
+class Grouped(LinearLayer):
+    """A matrix for each group."""
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        return 2, self.weight.shape[0] // 2, self.weight.shape[1]
+
+
+def test_layers_that_make_other_rows_or_several_matrices_are_not_cut() -> None:
+    module = nn.Linear(512, 128)
+    assert pieces_of(LinearLayer("one", module), "auto", 8192) == {"A": 4}
+    assert pieces_of(Scaled("one", module), "auto", 8192) == {}
+    assert pieces_of(Grouped("one", nn.Linear(512, 256)), "auto", 8192) == {}
+
+
+def test_fewer_rows_are_enough_for_blocks() -> None:
+    model = nn.Linear(768, 3072)
+    for block_dim, expected in (("auto", 8 * 769), (None, 8 * 3072)):
+        optimizer = kronfac.KFAC(model, SGD(model.parameters(), lr=0.1), block_dim=block_dim)
+        assert SampledRows("auto").target(optimizer.layers[0]) == expected
 
 
 def blocks_of(**options: Any) -> list[type]:

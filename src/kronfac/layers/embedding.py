@@ -16,7 +16,6 @@ class EmbeddingLayer(TransposedLinearLayer):
 
     module: nn.Embedding
     picks_columns = True
-    has_units = False
     keeps_inputs = True
 
     @property

@@ -36,9 +36,6 @@ class Layer(ABC):
     unit_wise = False
     #: Whether each row picks a column of the weight (embeddings), which makes ``A`` diagonal.
     picks_columns = False
-    #: Whether rows are those of units without neighbours or groups, of which some can be told apart
-    #: from others by their number alone.
-    has_units = False
     #: Whether the rows of neighbouring positions consist of the same inputs, for the most part.
     overlaps = False
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward pass.
@@ -132,6 +129,14 @@ class Layer(ABC):
     def geometry(self) -> Hashable:
         """What else determines the rows: modules that share a weight must have the same value."""
         return None
+
+    @property
+    def has_units(self) -> bool:
+        """Whether rows are the vectors of a call themselves, and a one for the bias.
+
+        A side may then be cut into blocks of such units.
+        """
+        return False
 
     @property
     def input_form(self) -> Hashable:

@@ -15,8 +15,6 @@ from kronfac.layers.rows import DenseRows, Rows
 class LinearLayer(Layer):
     """``y = x Wᵀ + b``: the weight is ``[d_out, d_in]`` and already the matrix."""
 
-    has_units = True
-
     def inputs(self, args: tuple[Any, ...]) -> Rows:
         """See :meth:`Layer.inputs`."""
         return DenseRows(self.rows(args[0]), ones=self.bias_trains)
@@ -26,9 +24,15 @@ class LinearLayer(Layer):
         return DenseRows(self.rows(grad))
 
     @property
+    def has_units(self) -> bool:
+        """See :attr:`Layer.has_units`; subclasses may make other rows."""
+        own = type(self)
+        return own.inputs is LinearLayer.inputs and own.rows is LinearLayer.rows
+
+    @property
     def input_form(self) -> Hashable:
-        """See :attr:`Layer.input_form`; subclasses may make other rows."""
-        if type(self).inputs is not LinearLayer.inputs or type(self).rows is not LinearLayer.rows:
+        """See :attr:`Layer.input_form`."""
+        if not self.has_units:
             return None
         return LinearLayer, self.bias_trains, self.factor_dtype
 

@@ -68,6 +68,8 @@ class Block(ABC):
     #: Which rows may be left out, since statistics are second moments over many of them: none, those of
     #: whole ``"samples"``, or any ``"rows"`` (positions too).
     leaves_out: Literal["nothing", "samples", "rows"] = "nothing"
+    #: How wide the widest second moment of rows is, if that is not the wider side of the layer.
+    widest: int | None = None
     #: Whether solutions hold the curvature without damping: a change of damping then acts at once,
     #: and :meth:`quadratic` works.
     undamped: bool = False

@@ -42,7 +42,7 @@ class Phases:
     def __call__(self, name: str, layer: str | None = None) -> AbstractContextManager[None]:
         """Mark the enclosed work as one phase, or as what a phase does for one layer."""
         mark: AbstractContextManager[None] = _UNTIMED
-        if torch._C._autograd._profiler_enabled():  # marks that nobody reads take time all the same
+        if _is_profiled():  # marks that nobody reads take time all the same
             mark = torch.profiler.record_function(f"kronfac.{name}")
         return mark if self._seconds is None else _timed(mark, self._seconds, name, layer)
 
@@ -88,6 +88,12 @@ class _Part(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self.seconds.add_to_layers(self.phase, self.layers, _now() - self.started)
+
+
+def _is_profiled() -> bool:
+    """Whether a profiler is running, in this thread or for all of them."""
+    anywhere: bool = torch.autograd.profiler._is_profiler_enabled
+    return anywhere or torch._C._autograd._profiler_enabled()
 
 
 def _now() -> float:

@@ -32,7 +32,8 @@ class SampledRows:
     def target(self, state: LayerState) -> int | None:
         """The rows that a layer's statistics are taken from at a factor step; ``None`` for all."""
         if self.option == "auto":
-            return max(LEAST_ROWS, ROWS_PER_COLUMN * max(state.layer.matrix_shape[-2:]))
+            width = state.block.widest or max(state.layer.matrix_shape[-2:])
+            return max(LEAST_ROWS, ROWS_PER_COLUMN * width)
         return self.option
 
     def fix(self, states: Sequence[LayerState], coordinator: Coordinator) -> None:

@@ -25,7 +25,7 @@ from kronfac.layers.rows import DenseRows, Rows
 from kronfac.linalg.narrow import matmul
 from kronfac.linalg.precision import full_precision
 from kronfac.linalg.solve import eigen, eigen_batch
-from kronfac.methods.kfac.block import KFACBlock
+from kronfac.methods.kfac.block import EIGEN_MAX_WIDTH, KFACBlock
 from kronfac.protocol.block import NOTHING, Context, Cost, Given, Tensors
 
 BlockDim = int | None | Literal["auto"]
@@ -33,8 +33,9 @@ BlockDim = int | None | Literal["auto"]
 Pieces = Mapping[str, int]
 
 #: ``block_dim="auto"`` cuts sides from this width on, that are so many times as wide as the other side,
-#: at least and at most, if that is no narrower than this. Still wider ones belong to layers that read
-#: flattened maps, or to heads of few classes: what they know of their inputs is worth its price there.
+#: at least and at most, if that is no narrower than this, and no wider than what is decomposed. Still
+#: wider sides belong to layers that read flattened maps, or to heads of few classes: what they know of
+#: their inputs is worth its price there.
 LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2, 6, 128
 #: Widths of blocks are multiples of this, which products are fast at, and differ from that of the other
 #: side by no more than this factor.
@@ -43,7 +44,7 @@ MULTIPLE, MOST_UNLIKE = 16, 1.5
 
 def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]:
     """Into how many blocks the sides of a layer are cut; those that are not are missing."""
-    if block_dim is None or not layer.has_units:
+    if block_dim is None or not layer.has_units or len(layer.matrix_shape) > 2:
         return {}
     d_out, d_in = layer.matrix_shape[-2:]
     widths = {"A": d_in - layer.bias_trains, "G": d_out}
@@ -60,11 +61,12 @@ def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]
 
 def _natural(width: int, other: int) -> int:
     """Blocks that are about as wide as the other side, if there are equal ones and they save much."""
-    if width < LEAST_CUT or other < LEAST_OTHER:
+    if width < LEAST_CUT or not LEAST_OTHER <= other <= EIGEN_MAX_WIDTH:
         return 1
     if not LEAST_RATIO <= width / other <= MOST_RATIO:
         return 1
     counts = [n for n in range(1, width // MULTIPLE + 1) if width % (n * MULTIPLE) == 0]
+    counts = [n for n in counts if width <= n * EIGEN_MAX_WIDTH]
     unlike = {n: max(width / n / other, other * n / width) for n in counts}
     best = min(unlike, key=unlike.__getitem__, default=1)
     return best if unlike.get(best, math.inf) <= MOST_UNLIKE else 1
@@ -100,6 +102,7 @@ class BlockDiagonalBlock(KFACBlock):
             one = replace(self.statistics[side], shape=blocks)
             self.statistics = {**self.statistics, side: one}
             self.solution_shapes = {**self.solution_shapes, f"{side}.vectors": blocks}
+        self.widest = max(one.shape[-1] for one in self.statistics.values())
         cut = [f"{side} in {count} blocks" for side, count in self.pieces.items()]
         self.label = ", ".join([self.label, *cut])
 
@@ -119,13 +122,11 @@ class BlockDiagonalBlock(KFACBlock):
 
     def observe_input(self, inputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_input`."""
-        return {"A": self._cut("A", inputs).covariance(self.narrow_rows)}
+        return super().observe_input(self._cut("A", inputs), context)
 
     def observe_output(self, outputs: Rows, context: Context = NOTHING) -> dict[str, Tensor]:
         """See :meth:`Block.observe_output`."""
-        if self.forms["G"] == "identity":
-            return {}
-        return {"G": self._cut("G", outputs).covariance(self.narrow_rows)}
+        return super().observe_output(self._cut("G", outputs), context)
 
     def _cut(self, side: str, rows: Rows) -> Rows:
         """Rows of the blocks, ``[k, N, S, d]``, without a view of the constant input."""

@@ -61,7 +61,8 @@ class KFAC(Preconditioned):
         stagger: spread refreshes over the interval, so that no step is a spike.
         rows: about how many rows (positions of samples) a layer's statistics are taken from at a factor
             step, over all ranks and micro-batches: a number from 4096 on, ``None`` for all of them, or
-            ``"auto"``, 4096 or 8 times the width of the layer's wider side if that is more.
+            ``"auto"``, 4096 or 8 times the width of the layer's wider side, or of its blocks, if that is
+            more.
         share_inputs: let layers that see the same tensor (queries, keys and values; gate and up) share
             its statistics, and what is solved from them alone. Nothing changes but the cost.
         row_form: precondition linear layers that are wider than a step has rows from these rows, if the
@@ -70,7 +71,7 @@ class KFAC(Preconditioned):
         block_dim: a side of a linear layer that is wider than this is cut into equal blocks, at most so
             wide, of which each is decomposed by itself (``G ⊗ A`` is then block-diagonal), whatever
             ``max_dim`` is. ``None`` cuts no side. ``"auto"`` cuts sides that are at least 256 wide
-            and two to six times as wide as the other, into blocks about as wide as that (128 or more),
+            and two to six times as wide as the other, into blocks about as wide as that (128 to 2048),
             as in most layers of a transformer; only where steps become orthogonal and damping is
             relative, as by default, and ``solver="auto"``.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss

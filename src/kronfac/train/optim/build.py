@@ -23,6 +23,8 @@ from kronfac.train.recipe.recipe import OptimizerPart
 
 #: Packages that some kinds of optimizers come from.
 _PACKAGES = {"soap": "pytorch_optimizer"}
+#: What recipes say for ``None``, which TOML does not know, by option.
+_NOTHING = {"rescale": "none", "rows": "all", "block_dim": "none"}
 
 
 def missing_package(kind: str) -> str | None:
@@ -120,7 +122,7 @@ def _method(
     for option in SCHEDULED:
         if option in own:
             own[option] = as_callable(option, own[option], timetable)
-    for option, word in (("rescale", "none"), ("rows", "all")):  # TOML knows no None
+    for option, word in _NOTHING.items():
         if own.get(option) == word:
             own[option] = None
     if isinstance(own.get("distribute"), float):
