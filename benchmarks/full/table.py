@@ -4,6 +4,7 @@
 """
 
 import json
+from statistics import mean
 from typing import Any
 
 from _loop import RESULTS, Run, read
@@ -86,12 +87,19 @@ def cifar10() -> None:
 
 
 def gpt() -> None:
-    head("GPT, 3.3 M parameters", "rate", "steps", "tokens", "test loss", "s/step", "seconds")
+    """Means of all seeds of a setting, beside how many they are."""
+    cells = ("rate", "steps", "tokens", "seeds", "test loss", "s/step", "seconds")
+    head("GPT, 3.3 M parameters", *cells)
+    alike: dict[Any, list[dict[str, Any]]] = {}
     for rows in runs("gpt"):
         row = rows[-1]
-        found = f"{row['test']:.3f}" if "test" in row else "diverged"
-        tokens = f"{row['steps'] * TOKENS / 1e6:.2f} M"
-        show(row["optimizer"], settings(row), row["steps"], tokens, found, *costs("gpt", row))
+        alike.setdefault((row["steps"], row["optimizer"], settings(row)), []).append(row)
+    for (steps, name, setting), ends in sorted(alike.items()):
+        tests = [row.get("test") for row in ends]
+        found = "diverged" if None in tests else f"{mean(tests):.3f}"
+        cpu = mean(row.get("cpu", 0) for row in ends)
+        tokens = f"{steps * TOKENS / 1e6:.2f} M"
+        show(name, setting, steps, tokens, len(ends), found, f"{cpu / steps:.2f}", f"{cpu:.0f}")
     print()
 
 
