@@ -229,6 +229,7 @@ def test_which_sides_are_cut_by_default() -> None:
     assert pieces(8192, 28672) == {}  # as wide as this only the diagonal is kept
     assert pieces(1536, 128) == {}  # more than six times as wide
     assert pieces(512, 10) == {}
+    assert pieces(2048, 1000) == {}  # little more than twice as wide
     assert pieces(784, 400) == {}
     assert pieces(784, 256) == {}  # no equal blocks are a multiple of 16 wide
     assert pieces(64, 192) == {}

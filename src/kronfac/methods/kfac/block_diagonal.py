@@ -36,7 +36,7 @@ Pieces = Mapping[str, int]
 #: at least and at most, if that is no narrower than this, and no wider than what is decomposed. Still
 #: wider sides belong to layers that read flattened maps, or to heads of few classes: what they know of
 #: their inputs is worth its price there.
-LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2, 6, 128
+LEAST_CUT, LEAST_RATIO, MOST_RATIO, LEAST_OTHER = 256, 2.5, 6, 128
 #: Widths of blocks are multiples of this, which products are fast at, and differ from that of the other
 #: side by no more than this factor.
 MULTIPLE, MOST_UNLIKE = 16, 1.5

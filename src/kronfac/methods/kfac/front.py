@@ -71,7 +71,7 @@ class KFAC(Preconditioned):
         block_dim: a side of a linear layer that is wider than this is cut into equal blocks, at most so
             wide, of which each is decomposed by itself (``G ⊗ A`` is then block-diagonal), whatever
             ``max_dim`` is. ``None`` cuts no side. ``"auto"`` cuts sides that are at least 256 wide
-            and two to six times as wide as the other, into blocks about as wide as that (128 to 2048),
+            and 2.5 to six times as wide as the other, into blocks about as wide as that (128 to 2048),
             as in most layers of a transformer; only where steps become orthogonal and damping is
             relative, as by default, and ``solver="auto"``.
         loss_average: what the loss was divided by: ``"batch"`` (samples), ``"token"`` (unmasked loss
