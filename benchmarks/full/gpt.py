@@ -8,13 +8,15 @@ step), bf16 autocast for both, a warm-up of 5 % and a linear decay to zero, no w
 tries three settings of K-FAC and four of Muon at a quarter of the length, and the full runs take the
 best of them; Muon's AdamW has a rate of its own. K-FAC also gets schedules of three quarters and of
 half the length: how many tokens does it need for the loss that Muon reaches with all of them (goal:
-25 % fewer)? `K-FAC, whole sides` has `block_dim=None`. About 35 minutes in all. Lines in
+25 % fewer)? `K-FAC, whole sides` has `block_dim=None`; `K-FAC@1` is another seed, which also gets a
+quarter of the length (their lines have the last evaluation only). About 35 minutes in all. Lines in
 `results/full/gpt.jsonl`; a run that was stopped resumes from its last evaluation.
 """
 
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,8 @@ def best(name: str, steps: int) -> Run:
 
 
 def main(*names: str) -> None:
-    for name in names:
+    for given in names:
+        name, _, seed = given.partition("@")
         if name == "cost":
             cost("gpt", one_step, [best("Muon", STEPS), best("K-FAC", STEPS)])
             continue
@@ -104,7 +107,8 @@ def main(*names: str) -> None:
             runs = [run for own in SEARCH.values() for run in own]
         else:
             lengths = (STEPS, 3 * STEPS // 4, STEPS // 2) if name.startswith("K-FAC") else (STEPS,)
-            runs = [best(name, steps) for steps in lengths]
+            lengths = (*lengths, QUARTER) if seed else lengths
+            runs = [replace(best(name, steps), seed=int(seed or 0)) for steps in lengths]
         for run in runs:
             train("gpt", run, *make(run), every=20)
 

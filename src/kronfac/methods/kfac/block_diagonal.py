@@ -44,7 +44,9 @@ MULTIPLE, MOST_UNLIKE = 16, 1.5
 
 def pieces_of(layer: Layer, block_dim: BlockDim, max_dim: int) -> dict[str, int]:
     """Into how many blocks the sides of a layer are cut; those that are not are missing."""
-    if block_dim is None or not layer.has_units or len(layer.matrix_shape) > 2:
+    if block_dim is None or not layer.has_units or layer.picks_columns:
+        return {}
+    if len(layer.matrix_shape) > 2:
         return {}
     d_out, d_in = layer.matrix_shape[-2:]
     widths = {"A": d_in - layer.bias_trains, "G": d_out}

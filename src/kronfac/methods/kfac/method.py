@@ -113,8 +113,6 @@ class KFACMethod(Method):
         """Into how many blocks the sides of a layer are cut, if they are."""
         if self.block_dim == "auto" and not (self.hides_form and self.solver == "auto"):
             return {}
-        if layer.picks_columns:
-            return {}
         pieces = pieces_of(layer, self.block_dim, self.max_dim)
         return pieces if self.output_factor else {s: n for s, n in pieces.items() if s == "A"}
 
