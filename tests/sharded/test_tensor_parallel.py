@@ -90,6 +90,7 @@ def parallelize(model: Decoder, mesh: Any, how: str) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "graft": {},
     "cholesky": {"solver": "cholesky"},
+    "blocks": {"block_dim": 3},
     "kl-clip": {"rescale": "kl-clip"},
     "clip": {"max_grad_norm": 0.1},
     "auto": {"rescale": "auto", "momentum": 0.9},
@@ -163,9 +164,10 @@ def trained(
         return whole_parameters(model)
 
 
-def test_linear_layers_and_embeddings() -> None:
-    for found in run(2, trained, "all", "graft", (1, 2)):
-        assert_near(found, expected("graft"), "tensor parallel")
+@pytest.mark.parametrize("name", ["graft", "blocks"])
+def test_linear_layers_and_embeddings(name: str) -> None:
+    for found in run(2, trained, "all", name, (1, 2)):
+        assert_near(found, expected(name), f"tensor parallel, {name}")
 
 
 @pytest.mark.slow
