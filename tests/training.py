@@ -122,7 +122,8 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def layers(optimizer: kronfac.KFAC) -> dict[str, Any]:
     """What the optimizer keeps for each layer, by name: the one look behind the public names."""
-    return {state.name: state for state in optimizer._preconditioner.layers.values()}
+    states = optimizer._preconditioner.layers.values()
+    return {state.name: state for state in states if state.has_curvature}
 
 
 def factors(optimizer: kronfac.KFAC, side: str) -> dict[str, Tensor]:

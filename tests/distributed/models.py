@@ -133,6 +133,27 @@ class Gated(nn.Module):
         return scores
 
 
+class Unseen(nn.Module):
+    """Parameters whose products nobody sees, and two layers with curvature around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+        self.recur = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.up = nn.ConvTranspose1d(WIDTH, 2 * WIDTH, 2, groups=2)
+        self.experts = nn.Parameter(torch.randn(2, 2 * WIDTH, 5))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.recur(self.tokens(tokens) + self.places)[0]
+        x = torch.tanh(self.up(x.mT).mT[:, :-1])
+        x = torch.einsum("nsd,edf->nsf", x, self.experts)
+        scores: Tensor = self.head(torch.tanh(x)) * self.scale
+        return scores
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a model is made and what it reads."""
@@ -164,6 +185,7 @@ KINDS = {
     "across": Kind(Across, (3, 5)),
     "positions": Kind(Positions, (TOKENS,), WORDS),
     "gated": Kind(Gated, (TOKENS,), WORDS),
+    "unseen": Kind(Unseen, (TOKENS,), WORDS),
 }
 
 

@@ -28,6 +28,13 @@ def test_ranks_equal_one_process(name: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+def test_parameters_without_curvature_have_the_same_steps(name: str) -> None:
+    one = case("unseen", rescale="auto", momentum=0.9, nesterov=True, base="sgd", steps=4)
+    by_rank = run(3, on_ranks, name, SCHEMES[name], [one])
+    assert_equals_one_process(one, [outcomes[str(one)] for outcomes in by_rank])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
 def test_statistics_of_several_steps_may_wait_for_a_refresh(name: str) -> None:
     by_rank = run(3, on_ranks, name, SCHEMES[name], [DEFERRED])
     assert_equals_one_process(DEFERRED, [outcomes[str(DEFERRED)] for outcomes in by_rank])

@@ -46,6 +46,8 @@ ONE = case("transformer", base="adamw", **TRAINED)
 SLICED = case("gated", base="adamw", max_dim=8, **TRAINED)
 #: Tensor parallelism divides one layer by its outputs, and the next by its inputs.
 DIVIDED = case("mlp", base="adamw", **TRAINED)
+#: Parameters without curvature, whose momentum is all that is saved.
+UNSEEN = case("unseen", base="sgd", rescale="auto", nesterov=True, **TRAINED)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -183,6 +185,18 @@ def test_two_ranks_to_two(tmp_path: Path, how: str) -> None:
 
 def test_slices_on_another_number_of_ranks(tmp_path: Path) -> None:
     check(tmp_path, "dcp", (2, "FSDP2"), (3, "FSDP2"), SLICED)
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [
+        ("dcp", (2, "FSDP2"), (3, "FSDP2")),
+        pytest.param("file", (3, "FSDP2"), (1, "one process"), marks=pytest.mark.slow),
+        pytest.param("dcp", (2, "DDP"), (2, "FSDP2"), marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_without_curvature(tmp_path: Path, how: str, first: Any, second: Any) -> None:
+    check(tmp_path, how, first, second, UNSEEN)
 
 
 @pytest.mark.slow

@@ -34,6 +34,12 @@ def test_options_that_look_at_whole_gradients() -> None:
     )
 
 
+def test_parameters_without_curvature() -> None:
+    auto = case("unseen", steps=4, rescale="auto", momentum=0.9, nesterov=True, base="sgd")
+    check(2, (auto, Way("model")), (auto, Way()))
+    check(3, (auto, Way("model", order="before")))
+
+
 def test_uneven_and_empty_shards() -> None:
     outcomes = check(3, (case("mlp", steps=4), Way("model")), (case("cnn", steps=4), Way("leaves")))
     assert any(shard.numel() == 0 for shard in outcomes[0][2].shards.values())

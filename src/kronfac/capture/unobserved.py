@@ -25,7 +25,8 @@ class Unobserved:
 
     def report(self, states: Iterable[LayerState]) -> None:
         """Look at what the step that is being taken has observed."""
-        trained = [state for state in states if state.has_gradient and state.observed]
+        known = (state for state in states if state.has_curvature and state.observed)
+        trained = [state for state in known if state.has_gradient]
         missing = [state for state in trained if _is_missing(state)]
         if missing and len(missing) == len(trained):
             self._explain_nothing(missing)

@@ -213,7 +213,8 @@ class Distributed(Coordinator):
         never = [float(state.solved_at is None) for state in states]
         total = self.world.total([*missing, *never]).tolist()
         for index, state in enumerate(states):
-            if total[index] or 0 < total[index + len(states)] < self.world.size:
+            lost = total[index] or 0 < total[index + len(states)] < self.world.size
+            if lost and state.has_curvature:
                 state.forget_solution()
 
     # --- gradients and parameters with owners ---------------------------------------------------

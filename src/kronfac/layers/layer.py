@@ -38,6 +38,8 @@ class Layer(ABC):
     picks_columns = False
     #: Whether the rows of neighbouring positions consist of the same inputs, for the most part.
     overlaps = False
+    #: Whether its rows are observed; without them it has no curvature.
+    is_observed = True
     #: Whether :meth:`outputs` needs the inputs of the call, which are then kept until the backward pass.
     keeps_inputs = False
 
@@ -71,6 +73,11 @@ class Layer(ABC):
     def key(self) -> tuple[nn.Parameter, str]:
         """What identifies the layer: its weight, and the part of it."""
         return self.weight, self.part
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its gradient is worked on: that of a frozen weight is not."""
+        return self.weight.requires_grad
 
     @property
     def kind(self) -> str:

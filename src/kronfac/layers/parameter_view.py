@@ -31,8 +31,8 @@ class ParameterView:
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient to work on at this step."""
-        weight = self.layer.weight
-        return weight.requires_grad and weight.grad is not None and not weight.grad.is_sparse
+        grad = self.layer.weight.grad
+        return self.layer.is_trained and grad is not None and not grad.is_sparse
 
     def grad_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The whole gradient of one of the layer's parameters, to be read and overwritten."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from kronfac.layers import Layer, find_layers
+from kronfac.layers.parameter import ParameterLayer
 from kronfac.layers.shards import handles, plain_type, sharded_forms
 from kronfac.options.config import Pattern
 
@@ -61,7 +63,8 @@ class Selection:
     """The layers of a model that are preconditioned, and the reasons for all other parameters.
 
     ``layers`` maps each layer to further modules that use the same weight; ``reasons`` maps names of
-    parameters to half a sentence; ``notes`` maps names of layers to one.
+    parameters to half a sentence; ``notes`` maps names of layers to one. With ``all_lengths`` there is
+    also a :class:`ParameterLayer` for each parameter that has no curvature, unless the user left it out.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Selection:
         include: tuple[Pattern, ...],
         exclude: tuple[Pattern, ...],
         refuse: Refusal = lambda layer: None,
+        all_lengths: bool = False,
     ) -> None:
         self.include, self.exclude, self.refuse = include, exclude, refuse
+        self.all_lengths = all_lengths
         self.layers: dict[Layer, list[nn.Module]] = {}
         self.reasons: dict[str, str] = {}
         self.notes: dict[str, str] = {}
@@ -98,6 +103,54 @@ class Selection:
             name = plain_name(name)
             if parameter in taken and self.reasons.pop(name, None) is not None:
                 self._note_other_role(name, parameter)
+        if self.all_lengths:
+            beside, by_name = self._beside_frozen(), dict(modules)
+            taken -= set(beside)
+            for name, module in modules:
+                self._take_parameters(name, module, taken, beside, by_name)
+
+    def _beside_frozen(self) -> dict[nn.Parameter, tuple[nn.Parameter, ...]]:
+        """Biases of which all weights are frozen, with these."""
+        weights: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for layer in self.layers:
+            if layer.bias is not None:
+                weights.setdefault(layer.bias, []).append(layer.weight)
+        return {
+            bias: tuple(own)
+            for bias, own in weights.items()
+            if not any(weight.requires_grad for weight in own)
+        }
+
+    def _take_parameters(
+        self,
+        name: str,
+        module: nn.Module,
+        taken: Collection[nn.Parameter],
+        beside: Mapping[nn.Parameter, tuple[nn.Parameter, ...]],
+        modules: Mapping[str, nn.Module],
+    ) -> None:
+        """Select those of a module's own parameters that have no layer, for their length alone.
+
+        Biases ``beside`` weights have one as soon as one of these is trained. What a parametrized module
+        is made of belongs to that.
+        """
+        host_name, _, inner = name.partition(".parametrizations.")
+        host = modules[host_name] if inner else module
+        if self._is_left_out(name, module) or self._is_left_out(host_name, host):
+            return
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return  # its gradients are not matrices
+        for own, parameter in module.named_parameters(recurse=False):
+            lazy = isinstance(parameter, UninitializedParameter)
+            known = parameter in taken or (parameter, "") in self._owners
+            if known or lazy or parameter.is_complex() or not parameter.numel():
+                continue
+            full_name = f"{name}.{own}" if name else own
+            role = inner or own
+            layer = ParameterLayer(full_name, module, own, host, role, beside.get(parameter, ()))
+            layer.handle = self._handles.get(parameter)
+            self._owners[layer.key] = layer
+            self.layers[layer] = []
 
     def _consider(self, name: str, module: nn.Module) -> None:
         found = self._layers_or_reason(name, module)
@@ -145,8 +198,10 @@ class Selection:
                 self.notes[owner.name] = f"also used as {name}, which is not observed"
 
     def _layers_or_reason(self, name: str, module: nn.Module) -> list[Layer] | str:
+        return self._is_left_out(name, module) or find_layers(name, module)
+
+    def _is_left_out(self, name: str, module: nn.Module) -> str | None:
+        """Why the user's own patterns leave a module out, if they do."""
         if self.include and not matches(name, module, self.include):
             return "not in include"
-        if matches(name, module, self.exclude):
-            return "in exclude"
-        return find_layers(name, module)
+        return "in exclude" if matches(name, module, self.exclude) else None

@@ -221,7 +221,7 @@ class CGFACMethod(Method):
     Norms keep K-FAC's matrix of each channel. Layers whose rows cannot be told apart by sample use
     the Kronecker product of all of their rows, as ``sharing="expand"`` does.
 
-    Limits: embeddings are left to the base optimizer, since their rows are as wide as the vocabulary.
+    Limits: embeddings are not preconditioned, since their rows are as wide as the vocabulary.
     Ranks gather the rows of all of them, ``N (d_in + d_out)`` numbers a layer and step. ``max_rows``
     refuses what would not fit.
 

@@ -32,7 +32,7 @@ class EmpiricalNGDMethod(PerSampleMethod):
     ``FNGD``, which has the same F: the default solves for every batch with its own F, along which the
     empirical Fisher makes steps longer the better a sample is fitted.
 
-    Norms keep the unit-wise Fisher of K-FAC; embeddings are left to the base optimizer. A layer whose
+    Norms keep the unit-wise Fisher of K-FAC; embeddings are not preconditioned. A layer whose
     rows are not those of samples passes its raw gradient, with a note in the summary. With
     ``fisher="exact"`` F is the Gauss-Newton matrix, with ``"mc"`` an unbiased estimate of it; there are
     then as many rows a sample as draws.

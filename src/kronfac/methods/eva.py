@@ -261,8 +261,8 @@ class EvaMethod(Method):
     the clip holds: ``P`` is ``V/γ`` long, and a bound of 0.001 then holds at every step.
 
     Limits. ``b̄`` is zero on average over the model's own labels: the Fisher must be the empirical one.
-    Embeddings keep the exact ``diag(p)`` of their tokens in place of ``āāᵀ``. Norms are left to the base
-    optimizer, as by the authors: their gradients of every sample would cost more than all the rest.
+    Embeddings keep the exact ``diag(p)`` of their tokens in place of ``āāᵀ``. Norms are not
+    preconditioned, as by the authors: their gradients of every sample would cost more than all the rest.
     """
 
     defaults = Defaults(damping=10.0, factor_every=1, refresh_every=1, decay=0.05, rescale="graft")

@@ -49,7 +49,7 @@ class FNGDMethod(PerSampleMethod):
     its own batch change, ``Uᵀ(c - c̄)``.
 
     It keeps two matrices a layer, and rows of both sides until the step at factor steps, as
-    ``EmpiricalNGD``. Norms keep K-FAC's unit-wise Fisher; embeddings are left to the base optimizer.
+    ``EmpiricalNGD``. Norms keep K-FAC's unit-wise Fisher; embeddings are not preconditioned.
 
     Args:
         keep: what is gathered of a layer: ``"rows"``, ``"gradients"`` or ``"auto"``, as in

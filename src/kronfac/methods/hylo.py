@@ -168,7 +168,7 @@ class HyLoMethod(Method):
     so the switch is a schedule of yours.
 
     It holds the rows of the newest batch, and those that all ranks have sent. Norms keep K-FAC's
-    unit-wise Fisher; embeddings are left to the base optimizer. α is a number, no
+    unit-wise Fisher; embeddings are not preconditioned. α is a number, no
     :class:`kronfac.Relative`: ranks need it before they have met.
 
     Args:

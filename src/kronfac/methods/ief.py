@@ -62,7 +62,7 @@ class IEFMethod(PerSampleMethod):
 
     It needs ``optimizer.observe(outputs)`` between forward and backward. It keeps two matrices a layer,
     and rows of both sides until the step, as ``EmpiricalNGD``. Norms keep K-FAC's unit-wise Fisher;
-    embeddings are left to the base optimizer.
+    embeddings are not preconditioned.
 
     Args:
         keep: what is gathered of a layer: ``"rows"``, ``"gradients"`` or ``"auto"``, as in

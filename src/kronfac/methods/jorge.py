@@ -124,7 +124,7 @@ class JorgeMethod(TwoSidedMethod):
     paper's steps have the length of SGD's, by ``rescale="graft"`` and ``momentum=0.9``, and its learning
     rate. Momentum comes before preconditioning here, so that grafting gives a step the norm of SGD's
     momentum, as there. The default length is that of :class:`kronfac.KFAC`, which also trains at small
-    rates. A bias is the last column of its weight's matrix. Norms are left to the base optimizer.
+    rates. A bias is the last column of its weight's matrix. Norms are not preconditioned.
 
     Args:
         series: ``"symmetric"``, or ``"paper"`` as printed.

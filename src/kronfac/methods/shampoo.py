@@ -117,7 +117,7 @@ class ShampooMethod(TwoSidedMethod):
     A bias is the last column of its weight's matrix, and a convolution is a matrix for each group; the
     papers give a tensor one more side for each dimension. Their steps have the length of SGD's, so
     that its learning rate carries over: ``rescale="graft"``. The default length is that of
-    :class:`kronfac.KFAC`, which also trains at small rates. Norms are left to the base optimizer.
+    :class:`kronfac.KFAC`, which also trains at small rates. Norms are not preconditioned.
 
     Args:
         power: exponent p of each side. With 1/4, the paper's, ``L^(1/2) ⊗ R^(1/2)`` stands for the second

@@ -22,7 +22,7 @@ class KroneckerLinear(nn.Module):
     Both kinds of factors are a :class:`torch.nn.Linear` module each, used at many positions: methods of
     this library precondition them as such. With several terms they lie side by side in the module that
     comes second, which so adds them up, and one under the other in the first. The bias belongs to neither
-    and is left to the base optimizer.
+    and has no curvature.
 
     Args:
         in_features: size of the input.

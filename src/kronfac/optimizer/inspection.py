@@ -60,11 +60,18 @@ class Inspection:
     @property
     def layers(self) -> list[LayerState]:
         """The layers that are preconditioned: those whose weight is not frozen."""
+        return [state for state in self._trained() if state.has_curvature]
+
+    def _trained(self) -> list[LayerState]:
         states = self._preconditioner.layers.values()
-        return [state for state in states if state.layer.weight.requires_grad]
+        return [state for state in states if state.layer.is_trained]
 
     def left_out(self) -> dict[str, tuple[int, str]]:
-        """By name, the size of every parameter that is not preconditioned, and why."""
+        """By name, the size of every parameter that is not preconditioned, and why.
+
+        With ``rescale="auto"`` such parameters have steps by the same rule of lengths, unless ``exclude``
+        or ``include`` leaves them to the base optimizer; the summary says which.
+        """
         trained = {p for group in self.param_groups for p in group["params"]}
         return left_out(self._preconditioner, self._names(), trained)
 
@@ -93,6 +100,9 @@ class Inspection:
         """
         preconditioner = self._preconditioner
         states = self.layers
+        names = self._names()
+        by_length = [state for state in self._trained() if not state.has_curvature]
+        lengths = {names[state.layer.weight]: state for state in by_length}
         trained = {p for group in self.param_groups for p in group["params"]}
         others = self.left_out()
         title = f"{type(self).__name__} over {type(self.base).__name__}, step {preconditioner.clock.step}"
@@ -104,7 +114,7 @@ class Inspection:
         rows = preconditioner.rows.describe(states)
         inputs = preconditioner.inputs.describe(states)
         levers = [*rows, *inputs, *preconditioner.row_form.describe(states)]
-        return describe(title, states, others, update_bytes, ranks, [*levers, *remark])
+        return describe(title, states, others, lengths, update_bytes, ranks, [*levers, *remark])
 
     def __repr__(self) -> str:
         return self.summary()

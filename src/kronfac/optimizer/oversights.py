@@ -79,7 +79,8 @@ def _divides(options: Options, base: Optimizer) -> str | None:
 
 def _no_layer(preconditioner: Preconditioner, base: Optimizer, groups: Groups) -> str | None:
     """Say why nothing is preconditioned; ``exclude="*"`` says that this is meant."""
-    watched = preconditioner.watched()
+    states = preconditioner.layers.values()
+    watched = [state.layer for state in states if state.has_curvature]
     if (
         any(layer.weight.requires_grad for layer in watched)
         or "*" in preconditioner.options.exclude
@@ -92,10 +93,13 @@ def _no_layer(preconditioner: Preconditioner, base: Optimizer, groups: Groups) -
         why = f"all layers are frozen, {watched[0].name!r} for example"
     else:
         why = _first_reasons(preconditioner.reasons)
+    found = f"no layer of the {type(preconditioner.model).__name__} is preconditioned"
+    steps = f"every step is that of {type(base).__name__} alone"
+    if any(p in trained for state in states for p in state.layer.parameters):
+        steps = "steps have a length by their rule, but no curvature"
     return (
-        f"no layer of the {type(preconditioner.model).__name__} is preconditioned, so every step is "
-        f"that of {type(base).__name__} alone: {why}. print(optimizer) lists all parameters; "
-        "exclude='*' says that this is meant."
+        f"{found}: {steps}; {why}. print(optimizer) lists all parameters; exclude='*' says that this is "
+        "meant."
     )
 
 

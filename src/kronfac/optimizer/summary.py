@@ -21,13 +21,15 @@ def describe(
     title: str,
     states: Sequence[LayerState],
     left_out: Mapping[str, tuple[int, str]],
+    lengths: Mapping[str, LayerState] | None = None,
     update_bytes: int = 0,
     ranks: Overview | None = None,
     remark: Sequence[str] = (),
 ) -> str:
     """Format layers, their sizes and memory, then every parameter that is left out and why.
 
-    With several ranks, also who solves each layer; memory is then that of this rank.
+    ``lengths`` are those of them, by name, that have no curvature, but steps by the rule of lengths. With
+    several ranks, also who solves each layer; memory is then that of this rank.
     """
     lines = [title] if ranks is None else [title, _shorten(ranks.line, _WIDTH)]
     if states:
@@ -39,14 +41,20 @@ def describe(
         lines += _table(header, rows)
     weights = sum(math.prod(state.layer.matrix_shape) for state in states)
     lines.append(f"{len(states)} layers, {weights:,} parameters preconditioned.")
-    lines += _memory_lines(states, ranks)
+    lengths = lengths or {}
+    lines += _memory_lines([*states, *lengths.values()], ranks)
     if update_bytes:
         lines.append(f"The last update, which the quadratic model keeps: {_bytes(update_bytes)}.")
     notes = [f"  {_shorten(f'{state.name}: {state.note}', 76)}" for state in states if state.note]
     if notes:
         lines += ["Notes:", *notes]
     lines += [_shorten(line, _WIDTH) for line in remark]
-    lines += _left_out_lines(left_out)
+    if not left_out:
+        return "\n".join([*lines, "No parameter is left out."])
+    chosen = {name: one for name, one in left_out.items() if name in lengths}
+    rest = {name: one for name, one in left_out.items() if name not in lengths}
+    lines += _left_out_lines("Not preconditioned, but with momentum and steps as long", chosen)
+    lines += _left_out_lines("Not preconditioned", rest)
     return "\n".join(lines)
 
 
@@ -56,7 +64,8 @@ def left_out(
     trained: Collection[nn.Parameter],
 ) -> dict[str, tuple[int, str]]:
     """Size of every parameter that is not preconditioned, and why, by name."""
-    layers = [state.layer for state in preconditioner.layers.values()]
+    states = preconditioner.layers.values()
+    layers = [state.layer for state in states if state.has_curvature]
     active = [layer for layer in layers if layer.weight.requires_grad]
     taken = {p for layer in active for p in layer.parameters}
     beside_frozen = {layer.bias for layer in layers if layer not in active}
@@ -114,11 +123,11 @@ def _layer_row(state: LayerState) -> list[str]:
     return [state.name or "(model)", kind, size, state.block.label, _bytes(state.held_bytes)]
 
 
-def _left_out_lines(left_out: Mapping[str, tuple[int, str]]) -> list[str]:
+def _left_out_lines(title: str, left_out: Mapping[str, tuple[int, str]]) -> list[str]:
     if not left_out:
-        return ["No parameter is left out."]
+        return []
     count = sum(size for size, _ in left_out.values())
-    lines = [f"Not preconditioned ({count:,} parameters):"]
+    lines = [f"{title} ({count:,} parameters):"]
     by_reason: dict[str, list[str]] = {}
     for name, (_, reason) in left_out.items():
         by_reason.setdefault(reason, []).append(name)

@@ -51,6 +51,12 @@ class Transform(ABC):
     #: Whether rows or columns of a gradient can be changed without the others, but for the norm of the
     #: whole, ``at.square``; buffers that are shaped as the gradient then are such slices too.
     takes_slices: bool = False
+    #: Whether it also changes gradients of parameters that have no curvature.
+    everywhere: bool = False
+
+    def applies_to(self, at: LayerStep) -> bool:
+        """Whether it changes the gradient of this layer."""
+        return self.everywhere or at.block is None or bool(at.block.parts)
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of what is kept for a layer; names differ from those of other rules."""

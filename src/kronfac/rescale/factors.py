@@ -26,9 +26,9 @@ class Update:
     ``rates`` are the learning rates of the matrices' columns: one number, or two when the bias, the
     last column, is in a parameter group with a rate of its own. ``raw`` marks columns that keep their
     gradient whatever the others do, ``moving`` those that have one at this step, if that matters; both
-    are ``[k, 1, d_in]``. ``share`` is what the base's own momentum leaves of the length. Where a
-    ``slice`` of the matrices is here, ``norms`` are those of the whole ones ``"before"`` and ``"after"``,
-    ``[k]``, as far as the rule looks at them.
+    are ``[k, 1, d_in]``, or ``moving`` is ``[k, b, 1, 1]`` and marks matrices. ``share`` is what the
+    base's own momentum leaves of the length. Where a ``slice`` of the matrices is here, ``norms`` are
+    those of the whole ones ``"before"`` and ``"after"``, ``[k]``, as far as the rule looks at them.
     """
 
     before: Tensor
@@ -136,7 +136,12 @@ def _norm_factors(
     found = inverse.split([math.prod(shape) for shape in shapes])
     targets = [_TARGETS[rule](update) for rule, update in zip(rules, updates, strict=True)]
     torch._foreach_mul_(found, targets)
-    return [one.view(shape) for one, shape in zip(found, shapes, strict=True)]
+    shaped = [one.view(shape) for one, shape in zip(found, shapes, strict=True)]
+    still = [
+        one.moving if rule == "orthogonal" else None
+        for rule, one in zip(rules, updates, strict=True)
+    ]
+    return [one if own is None else one * own for one, own in zip(shaped, still, strict=True)]
 
 
 def graft_factors(rules: Sequence[Rule], updates: Sequence[Update]) -> list[float | Tensor]:

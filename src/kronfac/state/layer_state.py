@@ -32,7 +32,6 @@ _OUTLAST_STATISTICS = (
     "buffers",
 )
 
-
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
@@ -120,13 +119,13 @@ class LayerState:
         self._allow_rounding()
         self.running = {name: Running(one) for name, one in self.block.statistics.items()}
         self.pending = Pending(self.block)
-        self.solution: dict[str, Tensor] | None = None
+        self.solution: dict[str, Tensor] | None = None if self.has_curvature else {}
         #: The solution that a mean curvature was computed for, and that; the same for a damping.
         self._curvature: tuple[dict[str, Tensor], Tensor] | None = None
         self._damping: tuple[Tensor, float, Tensor] | None = None
         #: The solution and the damping that something was prepared for, and that.
         self._prepared: tuple[dict[str, Tensor], float | Tensor, dict[str, Tensor]] | None = None
-        self.solved_at: int | None = None
+        self.solved_at: int | None = None if self.has_curvature else 0
         self.last_refresh: int | None = None
         self.has_new_statistics = False
         self.failures = 0
@@ -138,8 +137,7 @@ class LayerState:
         self.forget_history()
 
     def forget_history(self) -> None:
-        """Keep no statistics of earlier refreshes."""
-        #: Those of the last two refreshes, the newest first, and how many of them are true.
+        """Keep no statistics of earlier refreshes: those of the last two, the newest first."""
         self.history: dict[str, tuple[Tensor, Tensor]] = {}
         self.compared = 0
 
@@ -192,6 +190,11 @@ class LayerState:
     def has_gradient(self) -> bool:
         """Whether there is a gradient to work on at this step."""
         return self.view.has_gradient
+
+    @property
+    def has_curvature(self) -> bool:
+        """Whether there is anything to solve, and not only a length to choose."""
+        return bool(self.block.parts)
 
     @property
     def is_preconditioned(self) -> bool:
@@ -392,10 +395,8 @@ class LayerState:
         if not self.observed:
             return 0
         known = self.block.statistics.values()
-        rows = (
-            one.shape for one in known if one.combine == "gather" and one.source != "compressed"
-        )
-        return bytes_of(rows, self.layer.factor_dtype)
+        own = (one for one in known if one.combine == "gather" and one.source != "compressed")
+        return bytes_of([one.shape for one in own], self.layer.factor_dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -433,7 +434,8 @@ class LayerState:
                 )
                 for name in self.held
             }
-        self.pending.count_dropped(device)
+        if self.has_curvature:
+            self.pending.count_dropped(device)
         for name, shape in self.shapes_here.items() if self.is_worker else ():
             if name not in self.buffers:
                 self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
@@ -445,6 +447,4 @@ Due = Mapping[LayerState, Sequence[str]]
 
 def _same(one: float | Tensor, other: float | Tensor) -> bool:
     """Whether a damping is the same number, or the same tensor."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return one == other
+    return one is other if isinstance(one, Tensor) or isinstance(other, Tensor) else one == other

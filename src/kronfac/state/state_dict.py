@@ -274,7 +274,8 @@ def load_layer(state: LayerState, entry: Mapping[str, Any]) -> None:
     if "dropped" in entry:
         state.pending.dropped = read("dropped", torch.int64)
     names = state.held
-    state.solved_at = None if solved == _NEVER else solved
+    if state.has_curvature:
+        state.solved_at = None if solved == _NEVER else solved
     state.last_refresh = None if last == _NEVER else last
     if not names:
         return

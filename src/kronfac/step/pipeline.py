@@ -28,6 +28,7 @@ from kronfac.layers.shards import sums_gradients
 from kronfac.options.config import Options, Schedules, is_adaptive
 from kronfac.options.errors import UnsolvableError
 from kronfac.protocol.checks import check_block
+from kronfac.protocol.identity import IdentityMethod
 from kronfac.protocol.method import Method
 from kronfac.rescale.quadratic import QuadraticModel
 from kronfac.rescale.rules import no_matrix, rule_of
@@ -116,20 +117,28 @@ class Preconditioner:
         check_plain_steps(self.options.rescale, groups)
         trained = {p for group in groups for p in group["params"]}
         options, schedules = self.options, self.schedules
-        selection = Selection(self.model, options.include, options.exclude, self._refusal)
+        all_lengths = options.rescale == "auto"
+        selection = Selection(
+            self.model, options.include, options.exclude, self._refusal, all_lengths
+        )
         self.reasons = selection.reasons
         hosts = output_projections(self.model)
         watched: dict[nn.Module, list[LayerState]] = {}
         for layer, others in selection.layers.items():
             if layer.key in self.layers or layer.weight not in trained:
                 continue
-            state = LayerState(layer, self.method, self.transforms, options.narrow)
-            check_block(state.block)
+            method = self.method if layer.is_observed else IdentityMethod()
+            rules = [one for one in self.transforms if layer.is_observed or one.everywhere]
+            state = LayerState(layer, method, rules, options.narrow)
+            if layer.is_observed:
+                check_block(state.block)
             check_curvature(is_adaptive(self.schedules.get("damping")), [state])
             check_mean_curvature(schedules.relative_damping, [state])
             state.note = selection.notes.get(layer.name, "")
             state.compares = self.adaptive_interval() is not None
             self.layers[layer.key] = state
+            if not layer.is_observed:
+                continue
             self.row_form.watch(state, tied=bool(others))
             for module in (layer.module, *others):
                 for host in hosts.get(module, [module]):

@@ -53,7 +53,8 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
 
 
 def _is_due(state: LayerState, step: int) -> bool:
-    return state.rule == "orthogonal" and state.solved_at == step and state.has_gradient
+    known = state.rule == "orthogonal" and state.has_curvature  # rows are outputs then
+    return known and state.solved_at == step and state.has_gradient
 
 
 def _sums(state: LayerState) -> Tensor:

@@ -20,7 +20,7 @@ class Momentum(Transform):
     ``q ← μ·q + ‖V‖²``, and what ``‖V‖²`` has been so far: :mod:`kronfac.step.lengths` reads them.
     """
 
-    takes_slices = True
+    takes_slices = everywhere = True
 
     def __init__(self, schedules: Schedules, nesterov: bool) -> None:
         self.schedules = schedules

@@ -152,9 +152,12 @@ class Updates:
             return before
         given = [one for stack in before for one in stack.unbind()]
         flat = [one for own in moments for one in own]
-        found: Sequence[Tensor] = given
+        found = list(given)
         for transform in self.transforms:
-            found = transform.apply_all(found, flat)
+            here = [index for index, at in enumerate(flat) if transform.applies_to(at)]
+            own = [found[index] for index in here], [flat[index] for index in here]
+            for index, changed in zip(here, transform.apply_all(*own), strict=True):
+                found[index] = changed
         if all(new is old for new, old in zip(found, given, strict=True)):
             return before
         rest = iter(found)
@@ -172,7 +175,8 @@ class Updates:
             # Where solutions of a batch live now: products may depend on how memory is aligned.
             here = replace(at, solution=state.solution)
             for transform in rules:
-                update = transform.after(update, gradient, here)
+                if transform.applies_to(here):
+                    update = transform.after(update, gradient, here)
             found.append(update)
         return torch.stack(found)
 
@@ -180,6 +184,11 @@ class Updates:
         first, moving = group.states[0], None
         if first.rule == "columns" and self.transforms:
             own = [(state.view.gradient() != 0).any(-2, keepdim=True) for state in group.states]
+            moving = torch.stack(own)
+        elif not first.has_curvature and len(first.layer.matrix_shape) > 2 and self.transforms:
+            own = [
+                (one.view.gradient() != 0).any(-1).any(-1)[..., None, None] for one in group.states
+            ]
             moving = torch.stack(own)
         raw = group.batch.raw_columns(group.states)
         if first.rule == "orthogonal" and raw is None:

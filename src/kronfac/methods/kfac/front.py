@@ -52,8 +52,8 @@ class KFAC(Preconditioned):
             nearest orthogonal matrix, at that norm), ``"quadratic"`` (learning rate and momentum from a
             quadratic model, over SGD with ``lr=1``; needs ``step(closure)`` and :meth:`observe`).
             ``"auto"`` is ``"orthogonal"`` for matrices, a root mean square of 1 for each token and of
-            0.1 for norms, all of it shorter where recent gradients disagree; it is ``"kl-clip"`` with a
-            damping that adapts itself.
+            0.1 for norms, all of it shorter where recent gradients disagree, and the same for parameters
+            without curvature; it is ``"kl-clip"`` with a damping that adapts itself.
         kl_clip: bound κ of ``rescale="kl-clip"``.
         trust_radius: bound δ of ``rescale="trust-region"``, as in ACKTR.
         early_refresh: with ``refresh_every >= 10``, also take statistics and refresh at steps 1, 2, 4,

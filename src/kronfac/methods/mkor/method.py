@@ -61,7 +61,7 @@ class MKORMethod(Method):
 
     Limits. The mean output gradient is zero on average over the model's own labels, so the Fisher must be
     the empirical one. An embedding keeps the frequencies of its tokens, the exact diagonal, on its input
-    side. Norms are left to the base optimizer. :class:`kronfac.Relative` damping is refused: inverses
+    side. Norms are not preconditioned. :class:`kronfac.Relative` damping is refused: inverses
     know no mean curvature.
     """
 

@@ -19,7 +19,7 @@ MAX_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PerSampleMethod(Method):
-    """Norms keep K-FAC's unit-wise Fisher, and embeddings are left to the base optimizer."""
+    """Norms keep K-FAC's unit-wise Fisher, and embeddings are not preconditioned."""
 
     #: The block of a layer that multiplies by a matrix.
     made: ClassVar[type[SampleBlock]]
@@ -59,7 +59,7 @@ class PerSampleMethod(Method):
 
 
 def refuse_embeddings(layer: Layer) -> str | None:
-    """Say why an embedding is left to the base optimizer; nothing for other layers."""
+    """Say why an embedding is not preconditioned; nothing for other layers."""
     if layer.picks_columns:
         return "its rows are one-hot, as wide as the vocabulary, and would be kept for every token"
     return None

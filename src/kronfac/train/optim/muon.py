@@ -54,10 +54,12 @@ def muon_with_adamw(
 
 
 def hidden_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of linear layers and convolutions, without embeddings and the output layer."""
-    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    own = {m: dict(m.named_parameters(recurse=False)) for m in model.modules()}
-    found = [params["weight"] for m, params in own.items() if isinstance(m, layers)]
+    """Weights of linear and recurrent layers and convolutions, but embeddings and the output layer."""
+    layers = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase)
+    own = [
+        dict(m.named_parameters(recurse=False)) for m in model.modules() if isinstance(m, layers)
+    ]
+    found = [p for params in own for name, p in params.items() if name.startswith("weight")]
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     output = next((w for w in reversed(found) if w.dim() == 2), None)
     chosen = [w for w in found if w.requires_grad and w not in embedded and w is not output]
