@@ -61,9 +61,16 @@ def optimizer_of(run: Run, model: nn.Module, **options: Any) -> Any:
     return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
 
 
-def share(step: int, steps: int) -> float:
+def in_bfloat16(model: nn.Module, images: Tensor) -> Tensor:
+    """What a model of images makes of them under bf16 autocast, with channels last."""
+    with torch.autocast("cpu", torch.bfloat16):
+        scores: Tensor = model(images.contiguous(memory_format=torch.channels_last))
+    return scores.float()
+
+
+def share(step: int, steps: int, warm_up: float = WARM_UP) -> float:
     """Of the rate: up over the first 5 %, then linearly to zero."""
-    warm = max(1, round(WARM_UP * steps))
+    warm = max(1, round(warm_up * steps))
     return min(1.0, (step + 1) / warm) * min(1.0, (steps - step) / (steps - warm))
 
 
@@ -75,6 +82,7 @@ def train(
     loss_at: Callable[[int], Tensor],
     evaluate: Callable[[], Mapping[str, float]],
     every: int,
+    warm_up: float = WARM_UP,
 ) -> None:
     """Add `evaluate()` to the task's lines every so many steps; `loss_at` depends on the step only."""
     if any(row["step"] == run.steps for row in read(task, run)):
@@ -89,7 +97,7 @@ def train(
     losses, started = [], time.process_time()
     for step in range(first, run.steps):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * share(step, run.steps)
+            group["lr"] = rate * share(step, run.steps, warm_up)
         optimizer.zero_grad()
         loss = loss_at(step)
         loss.backward()

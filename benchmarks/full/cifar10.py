@@ -17,11 +17,12 @@ decay of 0.03. Published for ResNet-20: 91.25 % after some 180 epochs of SGD. Ea
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _loop import Run, cost, optimizer_of, train
+from _loop import Run, cost, in_bfloat16, optimizer_of, train
 from torch import Tensor
 
 from kronfac.train import data, models
@@ -46,9 +47,7 @@ def make(run: Run) -> tuple[Any, Any, Callable[[int], Tensor], Callable[[], Mapp
     model = model.to(memory_format=torch.channels_last)
     changes = (data.Flip(), data.Crop(4))
 
-    def logits(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x.contiguous(memory_format=torch.channels_last)).float()
+    logits = partial(in_bfloat16, model)
 
     def loss_at(step: int) -> Tensor:
         epoch, number = divmod(step, PER_EPOCH)

@@ -15,7 +15,7 @@ AUTOENCODER = {
     "K-BFGS (published, ReLU)": [(10, 59.81, 60.98), (20, 56.30, 58.47), (120, 52.42, 58.27)],
 }
 OURS = {"tanh": "autoencoder-k-fac", "ReLU": "autoencoder-k-fac-relu"}
-PER_EPOCH = {"autoencoder": 60, "cifar10": 390}
+PER_EPOCH = {"autoencoder": 60, "cifar10": 390, "airbench": 25}
 TOKENS = 4096
 KEYS = tuple(Run.__dataclass_fields__)
 
@@ -86,6 +86,19 @@ def cifar10() -> None:
     print()
 
 
+def airbench() -> None:
+    head("airbench94's network", "rate", "epochs", "accuracy", "without other views", "s/step")
+    ends = [rows[-1] for rows in runs("airbench")]
+    for row in sorted(ends, key=lambda row: (row["steps"], -row["accuracy"])):
+        beside = f", SGD {row['other']:g} and 0.67" if row["other"] else ""
+        beside += f", damping {row['damping']:g}" if row["damping"] else ""
+        shares = [f"{row[name]:.1f} %" for name in ("accuracy", "plain")]
+        found = (*shares, f"{row['cpu'] / row['step']:.1f}")
+        epochs = f"{row['steps'] / PER_EPOCH['airbench']:.3g}"
+        show(row["optimizer"], f"{row['rate']:g}{beside}", epochs, *found)
+    print()
+
+
 def gpt() -> None:
     """Means of all seeds of a setting, beside how many they are."""
     cells = ("rate", "steps", "tokens", "seeds", "test loss", "s/step", "seconds")
@@ -107,3 +120,4 @@ if __name__ == "__main__":
     autoencoder()
     cifar10()
     gpt()
+    airbench()

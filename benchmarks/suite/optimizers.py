@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import kronfac
 from kronfac.linalg.orthogonal import nearest_orthogonal
-from kronfac.train.optim.muon import hidden_weights, muon_with_adamw
+from kronfac.train.optim.muon import FlatMuon, hidden_weights, muon_with_adamw
 from suite.tasks import Task
 
 #: Of the AdamW beside Muon and its relatives: right on three tasks that are not in the suite.
 OTHER_RATE = 2e-3
+#: Modules whose inputs are not observed.
+UNSEEN = (nn.RNNBase, nn.modules.conv._ConvTransposeNd)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ def soap(model: nn.Module, lr: float, task: Task) -> Any:
 class Beside:
     """An optimizer of hidden matrices, and AdamW for the rest; the schedule acts on both."""
 
-    def __init__(self, first: Any, model: nn.Module, own: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, members: Sequence[Any], model: nn.Module, own: Sequence[nn.Parameter]
+    ) -> None:
         known = set(own)
         rest = [p for p in model.parameters() if p not in known]
-        self.members = [first]
+        self.members = list(members)
         if rest:
             self.members.append(torch.optim.AdamW(rest, lr=OTHER_RATE, weight_decay=0.0))
         self.model = model
@@ -75,10 +79,19 @@ class Beside:
 
 
 def newton_muon(model: nn.Module, lr: float, task: Task) -> Any:
-    """Momentum, the inverse of the inputs' second moment, polar factor; ridge 0.2 of its trace."""
+    """Momentum, the inverse of the inputs' second moment, polar factor; ridge 0.2 of its trace.
+
+    Weights whose inputs are not seen (recurrent ones, transposed convolutions) have Muon.
+    """
     hidden = hidden_weights(model)
-    base = torch.optim.SGD([{"params": hidden}], lr=lr)
+    modules = dict(model.named_modules())
     names = {p: name.rpartition(".")[0] for name, p in model.named_parameters()}
+    unseen = [p for p in hidden if isinstance(modules[names[p]], UNSEEN)]
+    seen = [p for p in hidden if p not in set(unseen)]
+    rest = [FlatMuon(unseen, lr=lr, momentum=0.95, weight_decay=0.0)] if unseen else []
+    if not seen:
+        return Beside(rest, model, hidden)
+    base = torch.optim.SGD([{"params": seen}], lr=lr)
     first = kronfac.KFAC(
         model,
         base,
@@ -91,10 +104,10 @@ def newton_muon(model: nn.Module, lr: float, task: Task) -> Any:
         refresh_every=16,
         momentum=0.95,
         nesterov=True,
-        include=[names[p] for p in hidden],
+        include=[names[p] for p in seen],
         on_missing="ignore",
     )
-    return Beside(first, model, hidden)
+    return Beside([first, *rest], model, hidden)
 
 
 class SoapPolar(torch.optim.Optimizer):
@@ -138,7 +151,7 @@ class SoapPolar(torch.optim.Optimizer):
 
 def soap_polar(model: nn.Module, lr: float, task: Task) -> Any:
     hidden = hidden_weights(model)
-    return Beside(SoapPolar(hidden, lr), model, hidden)
+    return Beside([SoapPolar(hidden, lr)], model, hidden)
 
 
 def kfac(
@@ -148,15 +161,22 @@ def kfac(
     relative: float | None = None,
     momentum_after: bool = False,
     inputs: bool = True,
+    head: float = 1.0,
     **options: Any,
 ) -> Any:
     """The README's line, and what ablations change of it.
 
     `relative` is a damping relative to the curvature. `momentum_after` leaves momentum to SGD. Without
-    `inputs` their second moments count as the identity.
+    `inputs` their second moments count as the identity. `head` multiplies the last linear layer's rate.
     """
     place = {"momentum": 0.9, "nesterov": True}
-    base = torch.optim.SGD(model.parameters(), lr=lr, **(place if momentum_after else {}))
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if head != 1:
+        last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
+        own = set(last.parameters())
+        rest = [p for p in model.parameters() if p not in own]
+        groups = [{"params": rest}, {"params": list(last.parameters()), "lr": lr * head}]
+    base = torch.optim.SGD(groups, lr=lr, **(place if momentum_after else {}))
     options = {**({} if momentum_after else place), **task.options, **options}
     if relative is not None:
         options["damping"] = kronfac.Relative(relative)

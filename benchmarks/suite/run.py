@@ -5,7 +5,8 @@
 Stages: `kfac`, `rivals` and `kin` (three rates, one seed), `edges` (one more rate while the best is at
 the edge of those tried), `seeds` (two more of K-FAC's default rate and of everybody's best), `constant`
 (no schedule: K-FAC, SGD, AdamW), `ablation`, `levers` (each lever that makes steps cheap turned off,
-three seeds), `table`. Without arguments all of them. Runs in `results/suite.jsonl` are not repeated.
+three seeds), `heads` (a shorter step of the head, two seeds), `table`. Without arguments all of them.
+Runs in `results/suite.jsonl` are not repeated.
 """
 
 import argparse
@@ -20,7 +21,7 @@ if __package__ in (None, ""):
 
 from suite.optimizers import ENTRIES
 from suite.running import Trial, read, run_all
-from suite.table import best_rate, print_tables, values
+from suite.table import best_rate, print_tables, print_variants, values
 from suite.tasks import CHOSEN, TASKS, Task
 
 RESULTS = Path(__file__).parents[1] / "results" / "suite.jsonl"
@@ -47,6 +48,12 @@ LEVERS: dict[str, dict[str, Any]] = {
     'no bfloat16 (`products="float32"`)': {"products": "float32"},
     "all rows (`rows=None`)": {"rows": None},
 }
+
+
+#: What a shorter step of the head gives, on the tasks above and two later ones.
+HEADS: dict[str, dict[str, Any]] = {"default": {}, "0.3 of the rate for the head": {"head": 0.3}}
+ADDITION = "addition modulo 53"
+HEAD_TASKS = [*CHOSEN, TASKS["byte LSTM"], TASKS[ADDITION]]
 
 
 def sweep(names: Iterable[str], tasks: Iterable[Task], schedule: str = "decay") -> list[Trial]:
@@ -118,6 +125,18 @@ def levers() -> list[Trial]:
     ]
 
 
+def heads() -> list[Trial]:
+    """Two seeds of each, and the addition with what Muon leaves to AdamW left to SGD."""
+    found = [
+        Trial(task.name, "K-FAC", DEFAULT, seed, "decay", json.dumps(options))
+        for seed in range(2)
+        for task in HEAD_TASKS
+        for options in HEADS.values()
+    ]
+    left = json.dumps({"exclude": ["tokens", "head", "*norm*"]})
+    return [*found, Trial(ADDITION, "K-FAC", DEFAULT, 0, "decay", left)]
+
+
 def _weight(task: Task) -> bool:
     """The most expensive task comes last."""
     return "1000" in task.name
@@ -132,6 +151,7 @@ STAGES = {
     "constant": lambda: sweep(["K-FAC", "SGD", "AdamW"], CHOSEN, "constant"),
     "ablation": ablation,
     "levers": levers,
+    "heads": heads,
 }
 
 
@@ -142,7 +162,10 @@ def main() -> None:
     arguments = parser.parse_args()
     for stage in arguments.stages:
         if stage == "table":
-            print_tables(list(read(RESULTS)), ABLATION, LEVERS)
+            rows = list(read(RESULTS))
+            print_tables(rows, ABLATION, LEVERS)
+            title = "A shorter step of the head: K-FAC at 0.1, means of two seeds."
+            print_variants(title, rows, HEADS, (0, 1), HEAD_TASKS)
         elif stage == "edges":
             run_edges(arguments.workers)
         else:

@@ -6,12 +6,20 @@ from statistics import mean
 from typing import Any
 
 from suite.optimizers import ENTRIES
-from suite.tasks import CHOSEN, REPORTED, TASKS, Task
+from suite.tasks import CHOSEN, FURTHER_CHOSEN, FURTHER_REPORTED, REPORTED, TASKS, Task
 
 Rows = Sequence[dict[str, Any]]
 ORDER = ["K-FAC", "SGD", "AdamW", "Muon", "SOAP", "Newton-Muon", "SOAP, polar"]
 DEFAULT = 0.1
 
+
+#: Tasks by what became of them.
+PARTS = {
+    "chosen on": CHOSEN,
+    "only reported": REPORTED,
+    "later, chosen on": FURTHER_CHOSEN,
+    "later, only reported": FURTHER_REPORTED,
+}
 
 #: In place of a value that was not measured; `None` is one of a run that diverged.
 MISSING = -1.0
@@ -92,9 +100,9 @@ def print_tables(rows: Rows, ablation: Variants, levers: Variants) -> None:
     _print_sweep(rows)
     _print_constant(rows)
     title = "What each part gives: K-FAC at 0.1 with one thing changed, one seed."
-    _print_variants(title, rows, ablation, (0,))
+    print_variants(title, rows, ablation, (0,))
     title = "Levers that make steps cheap, each turned off: K-FAC at 0.1, means of three seeds."
-    _print_variants(title, rows, levers, (0, 1, 2))
+    print_variants(title, rows, levers, (0, 1, 2))
 
 
 def _print_main(rows: Rows) -> None:
@@ -105,10 +113,12 @@ def _print_main(rows: Rows) -> None:
     print("| task | judged by | K-FAC at 0.1 | K-FAC | " + " | ".join(names) + " | place at 0.1 |")
     print("|---" * (len(names) + 5) + "|")
     places = []
-    for part, tasks in (("chosen on", CHOSEN), ("only reported", REPORTED)):
-        print(f"| *{part}* |" + " |" * (len(names) + 4))
-        for task in tasks:
-            default = mean_of_seeds(rows, task, "K-FAC", DEFAULT)
+    for part, tasks in PARTS.items():
+        known = [(task, mean_of_seeds(rows, task, "K-FAC", DEFAULT)) for task in tasks]
+        known = [(task, value) for task, value in known if value != MISSING]
+        if known:
+            print(f"| *{part}* |" + " |" * (len(names) + 4))
+        for task, default in known:
             others = [at_best(rows, task, name) for name in names]
             place = 1 + sum(better(task, other, default) for other in others)
             places.append(place)
@@ -135,7 +145,8 @@ def _print_sweep(rows: Rows) -> None:
             whole = len(three) == 3
             worst = min(three, key=lambda v: _score(v, 1 if task.higher else -1)) if whole else None
             cells.append(f"{shown(three[1])} / {shown(worst)}" if whole else "")
-        print(f"| {task.name} | " + " | ".join(cells) + " |")
+        if any(cells):
+            print(f"| {task.name} | " + " | ".join(cells) + " |")
     print()
 
 
@@ -153,18 +164,24 @@ def _print_constant(rows: Rows) -> None:
     print()
 
 
-def _print_variants(title: str, rows: Rows, variants: Variants, seeds: Sequence[int]) -> None:
+def print_variants(
+    title: str,
+    rows: Rows,
+    variants: Variants,
+    seeds: Sequence[int],
+    tasks: Sequence[Task] = CHOSEN,
+) -> None:
     """Means over some seeds; a cell without all of them stays empty."""
     changed = {json.dumps(options, sort_keys=True) for options in variants.values()} - {"{}"}
     if not any(row["options"] in changed for row in rows):
         return
     print(f"\n{title}\n")
-    print("| | " + " | ".join(task.name for task in CHOSEN) + " |")
-    print("|---" * (len(CHOSEN) + 1) + "|")
+    print("| | " + " | ".join(task.name for task in tasks) + " |")
+    print("|---" * (len(tasks) + 1) + "|")
     for name, options in variants.items():
         text = json.dumps(options, sort_keys=True)
         cells = []
-        for task in CHOSEN:
+        for task in tasks:
             found = {
                 row["seed"]: row["value"]
                 for row in rows
