@@ -12,7 +12,7 @@ from torch.optim import SGD
 import kronfac
 from tests.distributed.equivalence import assert_near, bounds, double_precision, same_bits
 from tests.distributed.ranks import run
-from tests.training import batch, mlp, parameters
+from tests.training import assert_same, batch, mlp, parameters
 
 SAMPLES = 24
 NUMBERS = [*[0] * 8, *range(8, 12), *[12] * 8]
@@ -82,7 +82,7 @@ def test_a_resume_continues_bit_for_bit(scheme: str) -> None:
     resumed = run(2, train, scheme, 0.3, 6)
     for (values, lengths, _), (others, found, _) in zip(without, resumed, strict=True):
         assert found == lengths
-        assert all((values[name] == others[name]).all() for name in values)
+        assert_same(values, others)
 
 
 def test_the_state_of_two_ranks_continues_in_one_process() -> None:
