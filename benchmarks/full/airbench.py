@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _loop import Run, in_bfloat16, optimizer_of, train
+from _loop import Run, in_bfloat16, optimizer_of, scale, train
 from torch import Tensor, nn
 
 from kronfac.train import data
@@ -38,6 +38,7 @@ RUNS = {
     "K-FAC-0.05": Run("K-FAC", 0.05, 0),
     "K-FAC-1e-4": Run("K-FAC", 0.1, 0, damping=1e-4),
     "K-FAC-head": Run("K-FAC, usual head", 0.1, 0),
+    "K-FAC-scaled": Run("K-FAC, scaled filters", 0.1, 0, damping=1e-4),
 }
 
 
@@ -94,12 +95,10 @@ def network(images: Tensor, usual_head: bool) -> nn.Sequential:
 
 
 class ScaledMuon(FlatMuon):
-    """Filters have a norm of one, in root mean square over outputs, before a step is added."""
+    """Filters are scaled before a step is added."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        with torch.no_grad():
-            for weight in self.weights:
-                weight.mul_(len(weight) ** 0.5 / weight.norm())
+        scale(self.weights)
         return super().step(closure)
 
 

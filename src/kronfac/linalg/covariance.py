@@ -13,6 +13,7 @@ from torch import Tensor
 from kronfac.linalg import devices
 from kronfac.linalg.narrow import is_faster
 from kronfac.linalg.precision import full_precision
+from kronfac.linalg.scratch import scratch
 
 # Narrower strips, or more of them, would cost more in kernel calls than they save in products.
 _STRIP_WIDTH, _MAX_STRIPS = 128, 4
@@ -20,6 +21,8 @@ _STRIP_WIDTH, _MAX_STRIPS = 128, 4
 _ONE_KERNEL = 2**34
 #: Second moments with fewer multiplications than this are not rounded: taking means costs more.
 _LEAST_ROUNDED = 2**24
+#: Numbers that stay in a processor's caches.
+_CACHED = 2**18
 
 
 @full_precision
@@ -66,12 +69,22 @@ def _rounded_gram(rows: Tensor, total: Tensor) -> Tensor:
     """Products of centred rows in bfloat16, and of their mean in full; ``total`` is their sum."""
     count, width = rows.shape[-2:]
     mean = total / count
-    # In memory of its own order: products of bfloat16 numbers are slow at strides.
-    centred = rows.new_empty(rows.shape, dtype=torch.bfloat16)
-    torch.sub(rows, mean.unsqueeze(-2), out=centred)
     out = rows.new_empty(*rows.shape[:-2], width, width)
-    _gram_into(out, centred)
+    _gram_into(out, _centred(rows, mean.unsqueeze(-2)))
     return out.addcmul_(mean.unsqueeze(-1), mean.unsqueeze(-2), value=count)
+
+
+def _centred(rows: Tensor, mean: Tensor) -> Tensor:
+    """Rows without their mean in bfloat16, in memory of its own order: products are slow at strides."""
+    if type(rows) is not Tensor or rows.device.type != "cpu":
+        centred = rows.new_empty(rows.shape, dtype=torch.bfloat16)
+        return torch.sub(rows, mean, out=centred)
+    # A processor takes differences of all rows before it rounds the first: here, of those in its caches.
+    centred = scratch(rows.shape, torch.bfloat16)
+    at_once = max(1, _CACHED * rows.shape[-2] // max(1, rows.numel()))
+    for some, to in zip(rows.split(at_once, -2), centred.split(at_once, -2), strict=True):
+        to.copy_(torch.sub(some, mean, out=scratch(some.shape, rows.dtype)))
+    return centred
 
 
 def _gram_into(out: Tensor, rows: Tensor) -> None:

@@ -1,0 +1,36 @@
+"""Memory on processors that is kept between uses, one piece a thread and precision.
+
+Memory that is fresh from the system costs more than what is written to it: every page of it has to be
+fetched and cleared. Devices other than processors keep memory by themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: Elements of the largest piece that is kept.
+MOST_KEPT = 2**21
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.pieces: dict[torch.dtype, Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of a processor, with any content, until the next call for the same precision."""
+    size = torch.Size(shape).numel()
+    if size > MOST_KEPT:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    piece = _kept.pieces.get(dtype)
+    if piece is None or piece.numel() < size:
+        with torch.inference_mode(False):  # or nothing could be written to it elsewhere
+            piece = _kept.pieces[dtype] = torch.empty(size, dtype=dtype, device="cpu")
+    return piece[:size].view(shape)
