@@ -20,6 +20,7 @@ from kronfac.linalg.covariance import (
     channel_gram,
     channel_rows,
     gram,
+    has_maps,
     with_ones,
 )
 from kronfac.linalg.patches import (
@@ -257,7 +258,7 @@ class MapRows(Rows):
         """See :meth:`Rows.every`; a copy has the layout that products are fast in."""
         chosen = self.x[start::stride]
         if not devices.wants_few_kernels(chosen.device):
-            return MapRows(chosen.clone(), self.groups)
+            return MapRows(chosen if has_maps(chosen) else chosen.clone(), self.groups)
         return MapRows(chosen.transpose(0, 1).contiguous().transpose(0, 1), self.groups)
 
     def some_positions(self, start: int, stride: int) -> Rows:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kronfac.layers.rows import DenseRows, PatchRows, Rows
 from kronfac.linalg.covariance import bordered_gram, gram
-from kronfac.linalg.sliding import patch_covariance
+from kronfac.linalg.sliding import last_channels, patch_covariance
 
 #: How many numbers are copied, or computed, side by side at most.
 _MOST_ELEMENTS = 1 << 26
@@ -74,6 +74,15 @@ def _of_patches(rows: Sequence[PatchRows], narrow: bool) -> list[Tensor]:
         channels = torch.stack(maps).reshape(groups, maps[0].shape[0] // window.groups, -1)
         found = gram(channels.mT, narrow)
     else:
-        images = torch.cat([one.x for one in rows], dim=1)
-        found = patch_covariance(images, replace(window, groups=groups))
+        found = patch_covariance(_side_by_side(rows), replace(window, groups=groups))
     return list(found.unflatten(0, (len(rows), -1)).unbind() if window.groups > 1 else found)
+
+
+def _side_by_side(rows: Sequence[PatchRows]) -> Tensor:
+    """The channels of several layers' images, in the order of memory that sliding windows take."""
+    first, channels = rows[0].x, rows[0].x.shape[1]
+    shape = first.shape[0], *first.shape[2:], len(rows) * channels
+    images = last_channels(first, shape, "images")
+    for number, one in enumerate(rows):
+        images.narrow(1, number * channels, channels).copy_(one.x)
+    return images

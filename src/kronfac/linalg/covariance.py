@@ -118,6 +118,11 @@ def _strips(rows: int, width: int, device: torch.device | None = None) -> list[t
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 
 
+def has_maps(x: Tensor) -> bool:
+    """Whether channels of ``[N, C, *spatial]`` lie one after the other in each sample."""
+    return x.shape[0] > 0 and x[0].is_contiguous()
+
+
 @full_precision
 def channel_gram(x: Tensor, groups: int = 1, narrow: bool = False) -> Tensor:
     """Return ``Σ x xᵀ`` over samples and positions: ``[N, g·C, *spatial] -> [*b, C, C]``.
@@ -130,9 +135,8 @@ def channel_gram(x: Tensor, groups: int = 1, narrow: bool = False) -> Tensor:
     width = channels // groups
     if groups == 1 and x.transpose(0, 1).is_contiguous() and samples > 1:
         return gram(x.transpose(0, 1).reshape(channels, -1).mT, narrow)
-    channels_first = x.is_contiguous()
-    if channels_first and width <= positions:
-        maps = x.reshape(samples, groups, width, positions)
+    if has_maps(x) and width <= positions:
+        maps = x.reshape(samples, groups, width, positions)  # a view, however far samples are apart
         total = (maps @ maps.mT).sum(0)
         return total if groups > 1 else total[0]
     return gram(channel_rows(x, groups), narrow)

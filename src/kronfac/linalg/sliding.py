@@ -29,6 +29,7 @@ from kronfac.linalg import devices
 from kronfac.linalg.covariance import gram_flops
 from kronfac.linalg.patches import Window, patch_gram, zero_pad
 from kronfac.linalg.precision import full_precision
+from kronfac.linalg.scratch import scratch_like
 from kronfac.linalg.selection import selected_covariance
 from kronfac.linalg.strips import Interval, Strip, longest_dim, strips_of
 
@@ -62,7 +63,7 @@ def sliding_covariance(x: Tensor, window: Window) -> Tensor:
     """Return what :func:`patch_covariance` returns, by sliding; the stride must be one."""
     size = tuple(x.shape[2:])
     dims, channels = len(size), x.shape[1] // window.groups
-    x = x.contiguous(memory_format=_CHANNELS_LAST[dims])
+    x = _channels_last(x)
     blocks = x.new_empty(window.groups, *window.kernel, channels, *window.kernel, channels)
     _fill_whole_image(blocks, x, window)
     _mirror(blocks, window)
@@ -174,7 +175,7 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
             part = batch.narrow(1, first, min(portion, x.shape[1] - first))
             result: list[Tensor] = torch.ops.aten.convolution_backward(
                 part,
-                zero_pad(batch, after),
+                _padded_after(batch, after),
                 x.new_empty(part.shape[1], channels, *kernel),
                 None,
                 [1] * dims,
@@ -192,6 +193,31 @@ def _fill_whole_image(blocks: Tensor, x: Tensor, window: Window) -> None:
         rows = blocks.narrow(1 + dims, first, products.shape[-2])
         for target, source in _pairs(rows, products, ranges, window):
             target.copy_(source)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """The same image with its channels side by side, in memory that is used again unless it has them."""
+    dims = x.dim() - 2
+    if x.is_contiguous(memory_format=_CHANNELS_LAST[dims]):
+        return x
+    return last_channels(x, (x.shape[0], *x.shape[2:], x.shape[1]), "image").copy_(x)
+
+
+def last_channels(like: Tensor, shape: Sequence[int], use: str) -> Tensor:
+    """Memory for images ``[N, *spatial, C]``, seen as ``[N, C, *spatial]``."""
+    return scratch_like(like, shape, use).movedim(-1, 1)
+
+
+def _padded_after(batch: Tensor, after: Sequence[Interval]) -> Tensor:
+    """Images with channels side by side, and zeros behind each dimension."""
+    size = [n + zeros for n, (_, zeros) in zip(batch.shape[2:], after, strict=True)]
+    padded = last_channels(batch, (batch.shape[0], *size, batch.shape[1]), "padded")
+    inner = padded
+    for dim, (n, (_, zeros)) in enumerate(zip(batch.shape[2:], after, strict=True), 2):
+        inner.narrow(dim, n, zeros).zero_()
+        inner = inner.narrow(dim, 0, n)
+    inner.copy_(batch)
+    return padded
 
 
 def _pairs(

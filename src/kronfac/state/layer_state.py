@@ -32,6 +32,10 @@ _OUTLAST_STATISTICS = (
     "buffers",
 )
 
+#: How much larger the share of damping is for weights whose scale the loss does not depend on. Norms tie
+#: the samples of a batch together, which the curvature of single samples does not see.
+SCALE_FREE = 3.0
+
 #: Names under which the engine saves things of its own.
 _RESERVED = {
     *("step", "partial", "last_factor", "random", "damping", "interval", "update"),
@@ -340,7 +344,8 @@ class LayerState:
     def damping(self, value: float, relative: ShareOf | None) -> float | Tensor:
         """The damping γ of this layer, given it or its share of the curvature.
 
-        Without any curvature γ is 1, which leaves the gradient as it is.
+        Without any curvature γ is 1, which leaves the gradient as it is. The share is larger for weights
+        whose scale is known to have no effect (:mod:`kronfac.step.scale_free`).
         """
         if relative is None or self.solution is None:
             return value
@@ -350,7 +355,10 @@ class LayerState:
             self._curvature = (self.solution, self.block.mean_curvature(self.solution))
         mean, known = self._curvature[1], self._damping
         if known is None or known[0] is not mean or known[1] != value:
-            known = self._damping = (mean, value, torch.where(mean > 0, mean * value, 1.0))
+            share = mean * value
+            if self.rule == "orthogonal" and "pace" in self.buffers:
+                share = torch.where(self.buffers["pace"][1] > 0, SCALE_FREE * share, share)
+            known = self._damping = (mean, value, torch.where(mean > 0, share, 1.0))
         return known[2]
 
     def keeps(self, name: str) -> bool:

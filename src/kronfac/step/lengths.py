@@ -9,8 +9,8 @@ A multiple of Muon's length, the product of four numbers of which none depends o
 - *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
   fall as ``1/√t``, but never below a third. Steps whose gradients turn back are not noise, and do not age
   a layer under a rate that falls.
-- *freedom*: where the loss does not depend on the scale of a layer's weight (:mod:`.scale_free`), no
-  step is too long for it, and longer ones are better.
+- *scale*: where the loss does not depend on the scale of a layer's weight (:mod:`.scale_free`), what a
+  step does depends on its share of the weight alone. It is a share of the weight's norm, which is kept.
 
 That steps settle by themselves is for rates that stay as they are. Once the learning rate falls, the
 schedule sees to it: size is left as it was, and gradients that turn back count as noise, no less.
@@ -29,8 +29,9 @@ FIRST = 2.25
 YOUNG, REMAINS = 100.0, 1 / 3
 #: With which power of it a coherence below that of noise counts as a step of noise.
 TURNING = 4
-#: How much longer steps are where the loss does not depend on the scale of a weight.
-FREE = 3.0
+#: How much longer first steps are where the loss does not depend on the scale of a weight, if its norm
+#: is 1, and after how many they have fallen by √2. Nothing has to remain: such weights never grow.
+FREE, FREE_YOUNG = 2.0, 25.0
 #: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
 SURPRISE = 2.0
 
@@ -42,18 +43,18 @@ def remember(
 
     That is ``(count, usual, recent, peak)``: steps that age it, means of logarithms over all steps, and
     with the weights of the momentum buffer, as long as the learning rate is the largest so far, its peak;
-    and ``(rate, free)``, that of this step and whether the weight's scale is without effect. A
+    and ``(rate, kept)``, that of this step and the norm of a weight whose scale is without effect. A
     gradient that is zero, or not a number, says nothing. The layers are on one device and in one
     precision, and ``"coherence"`` is up to date.
     """
     held = [one["history"] for one in buffers]
     count, usual, recent, peak = torch.stack(held).unbind(1)
     paces = [one["pace"] for one in buffers]
-    free = torch.stack(paces)[:, 1]
+    kept = torch.stack(paces)[:, 1]
     weight = torch.stack([one["coherence"][0] for one in buffers])
     level, first = squares.log(), count == 0
     level = torch.where(first, level, torch.minimum(level, recent + SURPRISE))
-    rate = _side_by_side(rates, peak)
+    rate = side_by_side(rates, peak)
     steady = peak <= rate
     count = count + torch.isfinite(level)
     change = _or_zero(level - usual) * steady
@@ -62,11 +63,11 @@ def remember(
     recent = torch.addcdiv(recent, change, torch.where(first, 1.0, weight))
     peak = torch.where(steady, rate, peak)
     known = torch.stack([count, usual, recent, peak], dim=1).unbind()
-    pace = torch.stack([torch.zeros_like(peak) + rate, free], dim=1).unbind()
+    pace = torch.stack([torch.zeros_like(peak) + rate, kept], dim=1).unbind()
     torch._foreach_copy_([*held, *paces], [*known, *pace])
 
 
-def _side_by_side(rates: Sequence[float | Tensor], like: Tensor) -> float | Tensor:
+def side_by_side(rates: Sequence[float | Tensor], like: Tensor) -> float | Tensor:
     """Learning rates of layers: one number if they all have the same."""
     first = rates[0]
     if not isinstance(first, Tensor) and all(rate is first or rate == first for rate in rates):
@@ -92,7 +93,7 @@ def lengths(
         return None
     held = torch.stack([one["history"] for one in buffers])
     count, usual, recent, peak = held.unbind(1)
-    rate, free = torch.stack([one["pace"] for one in buffers]).unbind(1)
+    rate, kept = torch.stack([one["pace"] for one in buffers]).unbind(1)
     weights = torch.stack([one["coherence"][0] for one in buffers])
     noise, falls = (2 * weights - 1).rsqrt_(), rate < peak  # √((1-μ)/(1+μ))
     agreement = coherences(buffers, norms)
@@ -100,9 +101,11 @@ def lengths(
     count = (count - turned * falls).clamp_(min=0)
     torch._foreach_copy_([one["history"][0] for one in buffers], count.unbind())
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
-    age = (1 + (count - 1).clamp_(min=0) / YOUNG).rsqrt_().clamp_(min=REMAINS)
+    is_free, before = kept > 0, (count - 1).clamp_(min=0)
+    plain = (1 + before / YOUNG).rsqrt_().clamp_(min=REMAINS)
+    age = torch.where(is_free, FREE * kept * (1 + before / FREE_YOUNG).rsqrt_(), plain)
     agreement = torch.maximum(agreement, noise * falls)
-    return agreement * size * age.mul_(FIRST) * (1 + (FREE - 1) * free)
+    return agreement * size * age.mul_(FIRST)
 
 
 def coherences(

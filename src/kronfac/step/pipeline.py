@@ -105,7 +105,8 @@ class Preconditioner:
         self._sums = False
         self.coordinator: Coordinator = Local(self.phases)
         self.row_form = RowForm(options, schedules, self.transforms, self.capture)
-        self._updates = Updates(options, schedules, self.transforms, self.phases, self.row_form)
+        given = options, schedules, self.transforms
+        self._updates = Updates(model, *given, self.phases, self.row_form)
         self._unobserved = Unobserved(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------
@@ -221,6 +222,7 @@ class Preconditioner:
         at_once = looks or self.options.step_bound is not None
         for some in coordinator.portions(states, at_once):
             self._update(some, groups, seed)
+        self._updates.keep_norms_of_shards(states, groups, self.coordinator)
 
     def _update(self, states: Sequence[LayerState], groups: ParamGroups, seed: int) -> None:
         """Precondition the gradients of some layers and set the length of their steps."""
@@ -228,7 +230,7 @@ class Preconditioner:
             step = self.clock.step
             updates = self._updates.precondition(states, groups, self.coordinator, step, seed)
         with self.phases("rescale"):
-            self._updates.rescale(updates, self.coordinator, self.model, self.count)
+            self._updates.rescale(updates, groups, self.coordinator, self.model, self.count)
 
     def consolidate(self) -> None:
         """Add up what ranks have observed since the last refresh."""

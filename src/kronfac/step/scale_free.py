@@ -8,10 +8,14 @@ Gradients of such a weight are orthogonal to it, output by output: ``⟨w_i, g_i
 is about 1, and rounding makes it 1e-8 in single precision and 1e-4 in bfloat16. It is looked at whenever
 a layer is solved, on the device. Where few outputs have nearly all of the gradient, these may be
 orthogonal to their weights by chance, and it says nothing.
+
+What is remembered of such a weight is its norm, which :mod:`.kept_norms` keeps and steps are a share of:
+a network whose weight is ten times as long is the same network, and takes the same steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -31,7 +35,11 @@ LEAST_OUTPUTS = 4
 
 
 def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step: int) -> None:
-    """Write into the ``"pace"`` of layers that were solved at this step whether they are of that kind."""
+    """Write the norm of each layer's weight into its ``"pace"`` if it is of that kind, and 0 if not.
+
+    It is that of a row, in root mean square, when it is first found to be so. Layers that were solved at
+    this step are looked at.
+    """
     due = [state for state in states if _is_due(state, step)]
     sharded = [state for state in due if isinstance(state.view, ShardedView)]
     found = {s: _sums(s) for s in due if s.is_worker and not isinstance(s.view, ShardedView)}
@@ -45,11 +53,13 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
     for state, sums in found.items():
         if state.is_worker:
             device, dtype = state.layer.weight.device, state.layer.factor_dtype
-            products, bound, squares = sums.to(device).unbind()
-            free = state.buffers.setdefault("pace", torch.zeros(2, dtype=dtype, device=device))[1]
-            now = (state.layer.matrix_shape[-1] * products < THRESHOLD * bound).to(dtype)
+            products, bound, squares, weights = sums.to(device).unbind()
+            kept = state.buffers.setdefault("pace", torch.zeros(2, dtype=dtype, device=device))[1]
+            is_free = state.layer.matrix_shape[-1] * products < THRESHOLD * bound
+            norm = (weights / math.prod(state.layer.matrix_shape[:-1])).sqrt().to(dtype)
+            now = torch.where(is_free, torch.where(kept > 0, kept, norm), 0)
             known = bound.square() >= LEAST_OUTPUTS * squares.clamp(min=torch.finfo(dtype).tiny)
-            free.copy_(torch.where(known, now, free))
+            kept.copy_(torch.where(known, now, kept))
 
 
 def _is_due(state: LayerState, step: int) -> bool:
@@ -58,8 +68,11 @@ def _is_due(state: LayerState, step: int) -> bool:
 
 
 def _sums(state: LayerState) -> Tensor:
-    """``Σ ⟨w_i, g_i⟩²``, ``Σ b_i`` and ``Σ b_i²`` with ``b_i = ‖w_i‖²‖g_i‖²``, of a whole weight."""
-    return _row_sums(state.view.weight(), state.view.gradient())
+    """``Σ ⟨w_i, g_i⟩²``, ``Σ b_i``, ``Σ b_i²``, ``Σ ‖w_i‖²`` of a whole one, ``b_i = ‖w_i‖²‖g_i‖²``."""
+    layer, view = state.layer, state.view
+    pair = view.value_of(layer.weight), view.weight_grad.detach()
+    weight, gradient = (layer.as_matrix(one).to(layer.factor_dtype) for one in pair)
+    return _row_sums(weight, gradient)
 
 
 def _part_sums(state: LayerState, coordinator: Coordinator) -> Tensor:
@@ -99,4 +112,6 @@ def _row_sums(weight: Tensor, gradient: Tensor) -> Tensor:
 
 def _of_rows(products: Tensor, weights: Tensor, gradients: Tensor) -> Tensor:
     bounds = weights * gradients
-    return torch.stack([products.square().sum(), bounds.sum(), bounds.square().sum()])
+    return torch.stack(
+        [products.square().sum(), bounds.sum(), bounds.square().sum(), weights.sum()]
+    )

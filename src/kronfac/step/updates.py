@@ -24,6 +24,7 @@ from kronfac.rescale.factors import (
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
+from kronfac.step.kept_norms import has_norms, keep_norms, keep_norms_of_shards, plain_rates
 from kronfac.step.lengths import lengths
 from kronfac.step.row_form import RowForm
 from kronfac.step.scale_free import mark_scale_free
@@ -43,6 +44,7 @@ class Updates:
 
     def __init__(
         self,
+        model: nn.Module,
         options: Options,
         schedules: Schedules,
         transforms: Sequence[Transform],
@@ -50,6 +52,7 @@ class Updates:
         row_form: RowForm,
     ) -> None:
         self.options = options
+        self._has_norms = has_norms(model)
         self.schedules = schedules
         self.transforms = transforms
         self.phases = phases
@@ -68,8 +71,20 @@ class Updates:
         self, states: Sequence[LayerState], coordinator: Coordinator, step: int
     ) -> None:
         """See which weights have a scale without effect, if lengths depend on it."""
-        if self.options.rescale == "auto" and self.options.momentum:
+        if self._knows_scales:
             mark_scale_free(states, coordinator, step)
+
+    @property
+    def _knows_scales(self) -> bool:
+        """Whether some weights may have none, and are treated in another way."""
+        return self.options.rescale == "auto" and self.options.momentum > 0 and self._has_norms
+
+    def keep_norms_of_shards(
+        self, states: Sequence[LayerState], groups: ParamGroups, coordinator: Coordinator
+    ) -> None:
+        """Let weights that are sharded keep their norms; whole ones do already."""
+        if self._knows_scales:
+            keep_norms_of_shards(states, plain_rates(groups), coordinator)
 
     def precondition(
         self,
@@ -199,6 +214,7 @@ class Updates:
     def rescale(
         self,
         updates: Sequence[GroupUpdate],
+        groups: ParamGroups,
         coordinator: Coordinator,
         model: nn.Module,
         count: Callable[..., None],
@@ -223,6 +239,8 @@ class Updates:
             views = [state.view for state in group.states]
             found += places(views, step.times(length * step.share))
         write(found)
+        if self._knows_scales:
+            keep_norms((one for group, _ in updates for one in group.states), plain_rates(groups))
 
     def _agreements(
         self, groups: Sequence[Group], norms: Mapping[LayerState, Tensor]
