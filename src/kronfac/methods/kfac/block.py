@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -151,7 +152,7 @@ class KFACBlock(Block):
 
     # --- solving --------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def parts(self) -> Mapping[str, Part]:
         """See :attr:`Block.parts`: one for each side that is kept."""
         parts = {}
