@@ -302,7 +302,7 @@ def test_steps_do_not_grow_with_their_gradients() -> None:
 def test_size_is_left_alone_once_the_rate_falls(as_tensor: bool) -> None:
     """A schedule settles it: a falling rate is not made to fall faster, nor does it jump back."""
     names = {"momentum": torch.ones(1), "coherence": torch.ones(2)}
-    names |= {"history": torch.zeros(4), "pace": torch.zeros(2)}
+    names |= {"history": torch.zeros(4), "pace": torch.zeros(2), "inputs": torch.zeros(())}
 
     def after(squares: list[float], rate: float) -> float:
         for square in squares:
@@ -323,7 +323,7 @@ def test_size_is_left_alone_once_the_rate_falls(as_tensor: bool) -> None:
 
 def test_steps_of_steady_gradients_keep_a_third_of_their_length() -> None:
     names = {"momentum": torch.ones(1), "coherence": torch.ones(2)}
-    names |= {"history": torch.zeros(4), "pace": torch.zeros(2)}
+    names |= {"history": torch.zeros(4), "pace": torch.zeros(2), "inputs": torch.zeros(())}
     found = []
     for _ in range(1000):
         remember([names], torch.ones(1), [0.1])

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,7 @@ def optimizer_of(run: Run, model: nn.Module, **options: Any) -> Any:
         options["damping"] = run.damping
     if run.optimizer == "K-FAC, whole sides":
         options["block_dim"] = None
-    made = kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
-    if run.optimizer == "K-FAC, scaled filters":
-        filters = [p for p in model.parameters() if p.dim() == 4 and p.requires_grad]
-        made.register_step_pre_hook(lambda *_: scale(filters))
-    return made
-
-
-def scale(filters: Iterable[Tensor]) -> None:
-    """Give filters a norm of one, in root mean square over outputs: for those before batch norms."""
-    with torch.no_grad():
-        for weight in filters:
-            weight.mul_(len(weight) ** 0.5 / weight.norm())
+    return kronfac.KFAC(model, base, momentum=0.9, nesterov=True, **options)
 
 
 def in_bfloat16(model: nn.Module, images: Tensor) -> Tensor:

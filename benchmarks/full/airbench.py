@@ -8,9 +8,10 @@ convolutions, each near the identity at first, with a pool and batch norms witho
 outputs are divided by its width. Batch 2,000, images flipped every other epoch and shifted by up to 2
 pixels, label smoothing 0.2, a linear decay to zero, no warm-up, bf16 autocast for all. Muon: 0.24 with a
 momentum of 0.6 and filters scaled to a norm before each step; Nesterov's SGD for biases (0.053) and the
-head (0.67). K-FAC is the README's line for all parameters, at its default rate or another, and with a
-head as torch makes it, whose outputs are not divided (`K-FAC-head`). Test images count with their mirror
-images and shifts by one pixel, as there. An epoch takes four minutes on one core. Lines in
+head (0.67). K-FAC is the README's line for all parameters, at its default rate or another, with a
+damping of `Relative(1)` (`K-FAC-1`) or an absolute one (`K-FAC-1e-4`), and with a head as torch makes
+it, whose outputs are not divided (`K-FAC-head`). Test images count with their mirror images and shifts
+by one pixel, as there. An epoch takes four minutes on one core. Lines in
 `results/full/airbench.jsonl`, one an epoch; a run that was stopped resumes from its last one.
 """
 
@@ -22,9 +23,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _loop import Run, in_bfloat16, optimizer_of, scale, train
+from _loop import Run, in_bfloat16, optimizer_of, train
 from torch import Tensor, nn
 
+import kronfac
 from kronfac.train import data
 from kronfac.train.optim.composite import Composite
 from kronfac.train.optim.muon import FlatMuon
@@ -38,7 +40,7 @@ RUNS = {
     "K-FAC-0.05": Run("K-FAC", 0.05, 0),
     "K-FAC-1e-4": Run("K-FAC", 0.1, 0, damping=1e-4),
     "K-FAC-head": Run("K-FAC, usual head", 0.1, 0),
-    "K-FAC-scaled": Run("K-FAC, scaled filters", 0.1, 0, damping=1e-4),
+    "K-FAC-1": Run("K-FAC, share 1", 0.1, 0),
 }
 
 
@@ -95,16 +97,19 @@ def network(images: Tensor, usual_head: bool) -> nn.Sequential:
 
 
 class ScaledMuon(FlatMuon):
-    """Filters are scaled before a step is added."""
+    """Filters are scaled to a norm of one, in root mean square over outputs, before a step is added."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        scale(self.weights)
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.mul_(len(weight) ** 0.5 / weight.norm())
         return super().step(closure)
 
 
 def optimizer_for(run: Run, model: nn.Sequential) -> Any:
     if run.optimizer != "Muon":
-        return optimizer_of(run, model)
+        options = {"damping": kronfac.Relative(1.0)} if run.optimizer == "K-FAC, share 1" else {}
+        return optimizer_of(run, model, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
     filters = [p for p in trained if p.dim() == 4]
     biases, last = [p for p in trained if p.dim() == 1], [p for p in trained if p.dim() == 2]

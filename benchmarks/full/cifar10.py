@@ -6,8 +6,7 @@
 50,000 images, random flips and 4-pixel crops, batch 128, bf16 autocast and channels last for all (about
 a third of plain float32's time on one core), a warm-up of 5 % and a linear decay to zero over 5 epochs
 unless told otherwise; about two minutes per epoch on one core. K-FAC is the README's line at its
-default rate, at 0.3 (`K-FAC-0.3`), or with an absolute damping as in the recipe (`K-FAC-1e-4`), also with
-filters that are scaled to a norm of one before each step (`K-FAC-scaled`). SGD's
+default rate, at 0.3 (`K-FAC-0.3`), or with an absolute damping as in the recipe (`K-FAC-1e-4`). SGD's
 rate is the best of four on a smaller task (`results/tuning/cifar10-sgd.json`), Muon's and SOAP's the best
 of three with ResNet-8 on the same images (`results/suite.jsonl`). Weight decay is 5e-4 for SGD; the
 others shrink weights by as much per step at their peak: rate × decay = 1e-3; `K-FAC:0.03` has a weight
@@ -34,7 +33,6 @@ STEPS = 5 * PER_EPOCH
 RUNS = {
     "K-FAC": Run("K-FAC", 0.1, STEPS, weight_decay=1e-2),
     "K-FAC-1e-4": Run("K-FAC", 0.1, STEPS, weight_decay=1e-2, damping=1e-4),
-    "K-FAC-scaled": Run("K-FAC, scaled filters", 0.03, STEPS, 1e-2, damping=1e-4),
     "K-FAC-0.3": Run("K-FAC", 0.3, STEPS, weight_decay=1e-2 / 3),
     "Muon": Run("Muon", 0.1, STEPS, weight_decay=1e-2, other=1e-2),
     "SGD": Run("SGD", 0.2, STEPS, weight_decay=5e-4),

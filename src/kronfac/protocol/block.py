@@ -310,6 +310,10 @@ class Block(ABC):
         """The mean eigenvalue of the undamped curvature, ``[*b, 1, 1]``, or ones instead of *b."""
         raise NotImplementedError(f"{self.label!r} does not know its mean curvature.")
 
+    def input_square(self, solution: Tensors) -> Tensor | None:
+        """The mean square of a layer's inputs, a scalar, if the solution tells."""
+        return None
+
     @property
     def signature(self) -> Hashable:
         """Blocks of equal signatures can be applied together, with a leading dimension for them.

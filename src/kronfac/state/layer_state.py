@@ -19,6 +19,7 @@ from kronfac.protocol.statistic import Tensors
 from kronfac.protocol.transform import Transform
 from kronfac.state.input_group import InputGroup
 from kronfac.state.row_choice import BUFFER, RowChoice
+from kronfac.state.shares import share_of
 from kronfac.statistics.pending import Pending
 from kronfac.statistics.running import Running
 from kronfac.statistics.sampled import Stride
@@ -31,10 +32,6 @@ _OUTLAST_STATISTICS = (
     "failures_in_a_row",
     "buffers",
 )
-
-#: How much larger the share of damping is for weights whose scale the loss does not depend on. Norms tie
-#: the samples of a batch together, which the curvature of single samples does not see.
-SCALE_FREE = 3.0
 
 #: Names under which the engine saves things of its own.
 _RESERVED = {
@@ -342,11 +339,7 @@ class LayerState:
             self._prepared = (*self._prepared[:2], tensors)
 
     def damping(self, value: float, relative: ShareOf | None) -> float | Tensor:
-        """The damping γ of this layer, given it or its share of the curvature.
-
-        Without any curvature γ is 1, which leaves the gradient as it is. The share is larger for weights
-        whose scale is known to have no effect (:mod:`kronfac.step.scale_free`).
-        """
+        """The damping γ of this layer, given it or its share of the curvature."""
         if relative is None or self.solution is None:
             return value
         if relative == "trace":  # of one block, as the mean is that of one
@@ -355,10 +348,8 @@ class LayerState:
             self._curvature = (self.solution, self.block.mean_curvature(self.solution))
         mean, known = self._curvature[1], self._damping
         if known is None or known[0] is not mean or known[1] != value:
-            share = mean * value
-            if self.rule == "orthogonal" and "pace" in self.buffers:
-                share = torch.where(self.buffers["pace"][1] > 0, SCALE_FREE * share, share)
-            known = self._damping = (mean, value, torch.where(mean > 0, share, 1.0))
+            share = share_of(mean, value, self.rule, self.buffers)
+            known = self._damping = (mean, value, share)
         return known[2]
 
     def keeps(self, name: str) -> bool:

@@ -1,6 +1,6 @@
 """How long steps are under ``rescale="auto"``: what a layer's gradients have been like so far.
 
-A multiple of Muon's length, the product of four numbers of which none depends on the scale of the loss:
+A multiple of Muon's length, the product of five numbers of which none depends on the scale of the loss:
 
 - *coherence*: how much recent gradients agree. Steps are shorter where they are mostly noise, and shorter
   still where gradients turn back and forth.
@@ -9,6 +9,8 @@ A multiple of Muon's length, the product of four numbers of which none depends o
 - *age*: a rate that is right for a hundred steps is too large for thousands, since noise adds up. Lengths
   fall as ``1/√t``, but never below a third. Steps whose gradients turn back are not noise, and do not age
   a layer under a rate that falls.
+- *inputs*: what a step does to a layer's outputs is its length times its inputs. Where these have grown
+  beyond a root mean square of 1, steps are as much shorter, down to a half.
 - *scale*: where the loss does not depend on the scale of a layer's weight (:mod:`.scale_free`), what a
   step does depends on its share of the weight alone. It is a share of the weight's norm, which is kept.
 
@@ -29,6 +31,8 @@ FIRST = 2.25
 YOUNG, REMAINS = 100.0, 1 / 3
 #: With which power of it a coherence below that of noise counts as a step of noise.
 TURNING = 4
+#: How much shorter steps are at most where inputs are large.
+GROWN = 2.0
 #: How much longer first steps are where the loss does not depend on the scale of a weight, if its norm
 #: is 1, and after how many they have fallen by √2. Nothing has to remain: such weights never grow.
 FREE, FREE_YOUNG = 2.0, 25.0
@@ -102,7 +106,8 @@ def lengths(
     torch._foreach_copy_([one["history"][0] for one in buffers], count.unbind())
     size = ((recent - usual) / 2).clamp_(max=0).exp_()
     is_free, before = kept > 0, (count - 1).clamp_(min=0)
-    plain = (1 + before / YOUNG).rsqrt_().clamp_(min=REMAINS)
+    inputs = torch.stack([one["inputs"] for one in buffers])
+    plain = (1 + before / YOUNG).rsqrt_().clamp_(min=REMAINS) / inputs.clamp_(1, GROWN)
     age = torch.where(is_free, FREE * kept * (1 + before / FREE_YOUNG).rsqrt_(), plain)
     agreement = torch.maximum(agreement, noise * falls)
     return agreement * size * age.mul_(FIRST)

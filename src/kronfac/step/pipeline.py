@@ -71,11 +71,7 @@ class Preconditioner:
     """Watches a model and rewrites its gradients in place."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        options: Options,
-        schedules: Schedules,
+        self, model: nn.Module, method: Method, options: Options, schedules: Schedules
     ) -> None:
         check_lever(is_adaptive(schedules.get("damping")), options.rescale)
         check_relative(schedules.relative_damping, options.rescale)
@@ -105,8 +101,9 @@ class Preconditioner:
         self._sums = False
         self.coordinator: Coordinator = Local(self.phases)
         self.row_form = RowForm(options, schedules, self.transforms, self.capture)
-        given = options, schedules, self.transforms
-        self._updates = Updates(model, *given, self.phases, self.row_form)
+        self._updates = Updates(
+            model, options, schedules, self.transforms, self.phases, self.row_form
+        )
         self._unobserved = Unobserved(options, self.capture)
 
     # --- attaching ------------------------------------------------------------------------------

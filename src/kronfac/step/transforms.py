@@ -12,6 +12,9 @@ from kronfac.options.config import Schedules
 from kronfac.protocol.transform import LayerStep, Transform
 from kronfac.step.lengths import remember
 
+#: What a layer has after its first step.
+_KNOWN = ("momentum", "history", "pace", "inputs")
+
 
 class Momentum(Transform):
     """Heavy ball before preconditioning: ``buf ← μ·buf + V``; Nesterov looks ahead with ``V + μ·buf``.
@@ -28,7 +31,8 @@ class Momentum(Transform):
 
     def buffer_shapes(self, layer: Layer) -> Mapping[str, tuple[int, ...]]:
         """See :meth:`Transform.buffer_shapes`."""
-        return {"momentum": layer.matrix_shape, "coherence": (2,), "history": (4,), "pace": (2,)}
+        numbers = {"coherence": (2,), "history": (4,), "pace": (2,), "inputs": ()}
+        return {"momentum": layer.matrix_shape, **numbers}
 
     def __call__(self, gradient: Tensor, at: LayerStep) -> Tensor:
         """See :meth:`Transform.__call__`."""
@@ -42,6 +46,8 @@ class Momentum(Transform):
             buffers["coherence"] = news / (1 - mu) if "momentum" in buffers else news
         if "pace" not in buffers:
             buffers["pace"] = square.new_zeros(2)
+        if "inputs" not in buffers:
+            buffers["inputs"] = torch.zeros_like(square)
         if "history" not in buffers:
             buffers["history"] = square.new_zeros(4)
             if "momentum" in buffers:  # nor does it know of the steps before
@@ -59,7 +65,7 @@ class Momentum(Transform):
         """See :meth:`Transform.apply_all`; the results take the place of the gradients."""
         begun: dict[Hashable, list[int]] = {}
         for index, (gradient, one) in enumerate(zip(gradients, at, strict=True)):
-            if all(name in one.buffers for name in ("momentum", "history", "pace")):
+            if all(name in one.buffers for name in _KNOWN):
                 begun.setdefault((gradient.device, gradient.dtype), []).append(index)
             else:
                 gradient.copy_(self(gradient, one))

@@ -24,6 +24,7 @@ from kronfac.rescale.factors import (
 from kronfac.state.layer_state import LayerState
 from kronfac.state.timing import Phases
 from kronfac.step.batching import Batches, Group
+from kronfac.step.input_sizes import take_input_sizes
 from kronfac.step.kept_norms import has_norms, keep_norms, keep_norms_of_shards, plain_rates
 from kronfac.step.lengths import lengths
 from kronfac.step.row_form import RowForm
@@ -70,9 +71,11 @@ class Updates:
     def look_at_scales(
         self, states: Sequence[LayerState], coordinator: Coordinator, step: int
     ) -> None:
-        """See which weights have a scale without effect, if lengths depend on it."""
+        """See which weights have a scale without effect, and how large inputs are."""
         if self._knows_scales:
             mark_scale_free(states, coordinator, step)
+        if self.options.rescale == "auto" and self.options.momentum > 0:
+            take_input_sizes(states, step)
 
     @property
     def _knows_scales(self) -> bool:

@@ -400,6 +400,11 @@ class KFACBlock(Block):
             mean = mean * solution["G.values"].mean(-1)
         return mean[..., None, None]
 
+    def input_square(self, solution: Tensors) -> Tensor | None:
+        """See :meth:`Block.input_square`: the mean eigenvalue of A, where it is kept."""
+        known = not self.picks_columns and "A.values" in solution
+        return solution["A.values"].mean() if known else None
+
     def _damped(self, solution: Tensors, damping: float | Tensor) -> Tensor:
         """Eigenvalues of ``(G ⊗ A + γI)ᵖ``, without the power in one pass."""
         values = solution["A.values"][..., None, :]
