@@ -55,3 +55,38 @@ def test_embeddings_and_norms_have_no_inputs() -> None:
     known = {state.layer.name: float(state.buffers["inputs"]) for state in optimizer.layers}
     assert known["0"] == known["1"] == 0
     assert known["2"] == pytest.approx(1.0, abs=1e-3)
+
+
+def _trained(state: dict[str, Any] | None, kind: type = kronfac.KFAC, **options: Any) -> Any:
+    """With inputs of size 8, after some steps from a state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Linear(12, 3)
+    ).double()
+    options = {"momentum": 0.9, "factor_every": 1, "refresh_every": 1, **options}
+    optimizer = kind(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for _ in range(3):
+        x, y = 8 * torch.randn(64, 6).double(), torch.randint(3, (64,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_what_a_checkpoint_tells_holds_only_where_somebody_looks() -> None:
+    before = _trained(None)
+    first = before.layers[0]
+    assert float(first.buffers["inputs"]) == pytest.approx(8, rel=0.2)
+    assert float(first.buffers["pace"][1]) > 0
+    after = _trained(before.state_dict(), solver="cholesky").layers[0]
+    assert float(after.buffers["inputs"]) == 0
+    after = _trained(before.state_dict(), rescale="orthogonal").layers[0]
+    assert float(after.buffers["pace"][1]) == 0
+
+
+def test_weighted_factors_do_not_tell() -> None:
+    assert float(_trained(None, kronfac.TKFAC).layers[0].buffers["inputs"]) == 0
+    found = _trained(None, kronfac.EKFAC).layers[0].buffers["inputs"]
+    assert float(found) == pytest.approx(8, rel=0.2)

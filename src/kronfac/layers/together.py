@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kronfac.layers.rows import DenseRows, PatchRows, Rows
+from kronfac.linalg import devices
 from kronfac.linalg.covariance import bordered_gram, gram
 from kronfac.linalg.sliding import last_channels, patch_covariance
 
@@ -79,8 +80,10 @@ def _of_patches(rows: Sequence[PatchRows], narrow: bool) -> list[Tensor]:
 
 
 def _side_by_side(rows: Sequence[PatchRows]) -> Tensor:
-    """The channels of several layers' images, in the order of memory that sliding windows take."""
+    """The channels of several layers' images, on processors in the order that sliding windows take."""
     first, channels = rows[0].x, rows[0].x.shape[1]
+    if first.dim() == 3 or devices.wants_few_kernels(first.device):
+        return torch.cat([one.x for one in rows], dim=1)
     shape = first.shape[0], *first.shape[2:], len(rows) * channels
     images = last_channels(first, shape, "images")
     for number, one in enumerate(rows):

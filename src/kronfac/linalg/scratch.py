@@ -34,7 +34,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, use: str = "") -> Tensor:
         with torch.inference_mode(False):  # or nothing could be written to it elsewhere
             piece = torch.empty(size, dtype=dtype, device="cpu")
         _kept.pieces[dtype, use] = piece
-    return piece[:size].view(shape)
+    return piece.detach()[:size].view(shape)
 
 
 def scratch_like(tensor: Tensor, shape: Sequence[int], use: str) -> Tensor:

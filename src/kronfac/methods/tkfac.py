@@ -67,6 +67,9 @@ class TKFACBlock(PairedBlock):
             solved["A.values"] = values / torch.where(trace > 0, trace, 1.0)
         return solved
 
+    def input_square(self, solution: Tensors) -> None:
+        """See :meth:`Block.input_square`: the weighted factor does not tell."""
+
     @property
     def outline_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """See :attr:`Block.outline_shapes`; each side knows δ itself."""

@@ -17,7 +17,7 @@ def take_input_sizes(states: Iterable[LayerState], step: int) -> None:
     for state in states:
         due = state.rule == "orthogonal" and state.is_worker and state.solved_at == step
         if due and state.has_curvature and state.solution is not None:
-            square = state.block.input_square(state.solution)
-            if square is not None:
-                like = torch.zeros((), dtype=state.layer.factor_dtype, device=square.device)
-                state.buffers.setdefault("inputs", like).copy_(square.clamp(min=0).sqrt_())
+            square, weight = state.block.input_square(state.solution), state.layer.weight
+            like = torch.zeros((), dtype=state.layer.factor_dtype, device=weight.device)
+            held = state.buffers.setdefault("inputs", like)
+            held.copy_(like if square is None else square.clamp(min=0).sqrt_())

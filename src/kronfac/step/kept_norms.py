@@ -57,10 +57,11 @@ def keep_norms(states: Iterable[LayerState], rates: Rates) -> None:
     for own in alike.values():
         weights = [state.view.value_of(state.layer.weight) for state in own]
         steps = [state.view.weight_grad for state in own]
-        taken = [rates[state.layer.weight] for state in own]
-        kept, ahead = _kept(own), _ahead(weights, steps, taken)
+        kept = _kept(own)
+        rate = side_by_side([rates[state.layer.weight] for state in own], kept)
+        ahead = _ahead(weights, steps, rate)
         norms = torch.stack(torch._foreach_norm(ahead, dtype=kept.dtype))
-        _write(weights, steps, taken, kept, norms)
+        _write(weights, steps, rate, kept, norms)
 
 
 def keep_norms_of_shards(
@@ -75,17 +76,17 @@ def keep_norms_of_shards(
     taken = [rates[state.layer.weight] for state in chosen]
     device = weights[0].device
     wide = count_dtype(device)
-    squares = [one.to(wide).square().sum() for one in _ahead(weights, steps, taken)]
-    shares = [coordinator.part_weight(state.layer.weight) for state in chosen]
-    known = [
-        _kept([state])[0].to(device, wide) if state.is_worker else torch.zeros((), device=device)
-        for state in chosen
+    nothing = torch.zeros((), dtype=wide, device=device)
+    rate, one = side_by_side(taken, nothing), torch.ones_like(nothing)
+    squares = [
+        there.to(wide).square().sum() * coordinator.part_weight(state.layer.weight)
+        for state, there in zip(chosen, _ahead(weights, steps, rate), strict=True)
     ]
-    workers = torch.tensor([float(state.is_worker) for state in chosen]).to(device)
-    own = torch.stack(squares) * torch.tensor(shares).to(device), torch.stack(known), workers
-    total = coordinator.total(torch.cat([one.to(wide) for one in own])).to(device, wide)
+    known = [_kept([s])[0].to(nothing) if s.is_worker else nothing for s in chosen]
+    counts = [one if state.is_worker else nothing for state in chosen]
+    total = coordinator.total(torch.stack([*squares, *known, *counts])).to(device, wide)
     square, kept, workers = total.view(3, -1).unbind()
-    _write(weights, steps, taken, (kept / workers).to(wide), square.sqrt())
+    _write(weights, steps, rate, (kept / workers).to(wide), square.sqrt())
 
 
 def _may_keep(state: LayerState, rates: Rates) -> bool:
@@ -108,10 +109,9 @@ def _kept(states: Sequence[LayerState]) -> Tensor:
 
 
 def _ahead(
-    weights: Sequence[Tensor], steps: Sequence[Tensor], rates: Sequence[float | Tensor]
+    weights: Sequence[Tensor], steps: Sequence[Tensor], rate: float | Tensor
 ) -> list[Tensor]:
     """Where steps lead."""
-    rate = side_by_side(rates, weights[0])
     if isinstance(rate, float):
         return list(torch._foreach_add(list(weights), list(steps), alpha=-rate))
     moves = torch._foreach_mul(list(steps), list(rate.to(steps[0].dtype).unbind()))
@@ -121,15 +121,15 @@ def _ahead(
 def _write(
     weights: Sequence[Tensor],
     steps: Sequence[Tensor],
-    rates: Sequence[float | Tensor],
+    rate: float | Tensor,
     kept: Tensor,
     norms: Tensor,
 ) -> None:
     """``q·u + (1 - q)/r·w`` in place of u, with ``q = n/‖w - r·u‖``; where nothing is kept q is 1."""
-    rate = torch.zeros_like(kept) + side_by_side(rates, kept)
-    usable = (kept > 0) & (norms > 0) & (rate > 0) & norms.isfinite()
-    ratio = torch.where(usable, kept / norms, 1)
-    back = torch.where(usable, (1 - ratio) / rate, 0)
-    own, theirs = list(ratio.to(steps[0].dtype).unbind()), list(back.to(weights[0].dtype).unbind())
-    torch._foreach_mul_(list(steps), own)
-    torch._foreach_add_(list(steps), torch._foreach_mul(list(weights), theirs))
+    ratio = kept / norms
+    back = ((1 - ratio) / rate).to(weights[0].dtype)
+    usable = (kept > 0) & (norms > 0) & norms.isfinite() & back.isfinite()
+    own = torch.where(usable, ratio, 1).to(steps[0].dtype).unbind()
+    theirs = torch.where(usable, back, 0).unbind()
+    torch._foreach_mul_(list(steps), list(own))
+    torch._foreach_add_(list(steps), torch._foreach_mul(list(weights), list(theirs)))

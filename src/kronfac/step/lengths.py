@@ -76,9 +76,9 @@ def side_by_side(rates: Sequence[float | Tensor], like: Tensor) -> float | Tenso
     first = rates[0]
     if not isinstance(first, Tensor) and all(rate is first or rate == first for rate in rates):
         return float(first)
-    return torch.stack(
-        [torch.as_tensor(rate, dtype=like.dtype, device=like.device) for rate in rates]
-    )
+    # Numbers are written by kernels: a device is waited for when something is copied to it.
+    numbers = (rate if isinstance(rate, Tensor) else like.new_full((), rate) for rate in rates)
+    return torch.stack([number.to(like).reshape(()) for number in numbers])
 
 
 def _or_zero(change: Tensor) -> Tensor:

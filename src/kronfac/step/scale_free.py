@@ -62,6 +62,13 @@ def mark_scale_free(states: Iterable[LayerState], coordinator: Coordinator, step
             kept.copy_(torch.where(known, now, kept))
 
 
+def forget_scales(states: Iterable[LayerState], step: int) -> None:
+    """Where nobody looks at scales, what a checkpoint says of them holds no longer."""
+    for state in states:
+        if _is_due(state, step) and "pace" in state.buffers:
+            state.buffers["pace"][1].zero_()
+
+
 def _is_due(state: LayerState, step: int) -> bool:
     known = state.rule == "orthogonal" and state.has_curvature  # rows are outputs then
     return known and state.solved_at == step and state.has_gradient

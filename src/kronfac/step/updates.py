@@ -28,7 +28,7 @@ from kronfac.step.input_sizes import take_input_sizes
 from kronfac.step.kept_norms import has_norms, keep_norms, keep_norms_of_shards, plain_rates
 from kronfac.step.lengths import lengths
 from kronfac.step.row_form import RowForm
-from kronfac.step.scale_free import mark_scale_free
+from kronfac.step.scale_free import forget_scales, mark_scale_free
 from kronfac.step.slice_norms import gradient_squares, take_norms
 
 ParamGroups = list[dict[str, Any]]
@@ -74,6 +74,8 @@ class Updates:
         """See which weights have a scale without effect, and how large inputs are."""
         if self._knows_scales:
             mark_scale_free(states, coordinator, step)
+        else:
+            forget_scales(states, step)
         if self.options.rescale == "auto" and self.options.momentum > 0:
             take_input_sizes(states, step)
 
