@@ -75,6 +75,7 @@ def _trained(state: dict[str, Any] | None, kind: type = kronfac.KFAC, **options:
     return optimizer
 
 
+@pytest.mark.filterwarnings("ignore:.*another solver")
 def test_what_a_checkpoint_tells_holds_only_where_somebody_looks() -> None:
     before = _trained(None)
     first = before.layers[0]
