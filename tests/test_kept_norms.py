@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kronfac
 from kronfac.step.kept_norms import plain_rates
-from kronfac.step.lengths import FREE
+from kronfac.step.lengths import FREE, lengths
 from tests.distributed.ranks import run
 
 KEPT, OTHERS = ("0", "4"), ("7",)
@@ -209,3 +209,19 @@ def test_ranks_keep_the_norms_of_one_process(scheme: str) -> None:
     for found in run(2, on_rank, scheme):
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-9)
+
+
+def test_late_steps_are_alike_at_high_rates() -> None:
+    """Twice the rate turns as far after many steps, and twice as far at first."""
+    kept = {"momentum": torch.ones(1), "coherence": torch.ones(2), "inputs": torch.zeros(())}
+    turned = {}
+    for count in (1.0, 1e6):
+        for rate in (0.05, 0.1, 0.2, 0.8):
+            known = torch.tensor([count, 0.0, 0.0, rate]), torch.tensor([rate, 1.0])
+            found = lengths([kept | {"history": known[0], "pace": known[1]}])
+            assert found is not None
+            turned[count, rate] = rate * float(found)
+    for count, rate, others in ((1.0, 0.2, 2.0), (1e6, 0.2, 1.0), (1e6, 0.8, 1.0)):
+        assert turned[count, rate] == pytest.approx(others * turned[count, 0.1], rel=1e-4)
+    for count in (1.0, 1e6):
+        assert turned[count, 0.05] == pytest.approx(0.5 * turned[count, 0.1], rel=1e-5)

@@ -36,6 +36,8 @@ GROWN = 2.0
 #: How much longer first steps are where the loss does not depend on the scale of a weight, if its norm
 #: is 1, and after how many they have fallen by √2. Nothing has to remain: such weights never grow.
 FREE, FREE_YOUNG = 2.0, 25.0
+#: At higher rates they fall sooner, so that later ones are alike: weights that grew would see to it.
+USUAL_RATE = 0.1
 #: How far above the recent ones a logarithm of squares may be and still count in full: spikes do not.
 SURPRISE = 2.0
 
@@ -108,7 +110,8 @@ def lengths(
     is_free, before = kept > 0, (count - 1).clamp_(min=0)
     inputs = torch.stack([one["inputs"] for one in buffers])
     plain = (1 + before / YOUNG).rsqrt_().clamp_(min=REMAINS) / inputs.clamp_(1, GROWN)
-    age = torch.where(is_free, FREE * kept * (1 + before / FREE_YOUNG).rsqrt_(), plain)
+    old = before / FREE_YOUNG * (peak / USUAL_RATE).clamp_(min=1).square_()
+    age = torch.where(is_free, FREE * kept * (1 + old).rsqrt_(), plain)
     agreement = torch.maximum(agreement, noise * falls)
     return agreement * size * age.mul_(FIRST)
 
